@@ -44,12 +44,9 @@ def write(path: Path, content: bytes):
     except OSError as error:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
-        raise OSError(
-            error.errno,
-            f"{error.strerror}: could not write this file. Earlier draws are safe and can be"
-            " loaded. Make the directory writable, free disk space or choose another place",
-            str(path),
-        ) from error
+        advice = "Earlier draws are safe. Make room and the directory writable, or choose another"
+        message = f"{error.strerror}: could not write this file. {advice}"
+        raise OSError(error.errno, message, str(path)) from error
 
 
 def remove_drafts(directory: Path):
@@ -60,11 +57,7 @@ def remove_drafts(directory: Path):
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
-    """Open a regular file, never a link, pipe or device that may stand in its place.
-
-    Raises:
-        OSError: another kind of file; the message does not name it.
-    """
+    """Open a regular file; OSError for a link, pipe or device that may stand in its place."""
     # Windows has neither flag.
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     if path.is_symlink():
@@ -83,11 +76,7 @@ def write_json(path: Path, content: Json):
 
 
 def read_json(path: Path) -> tuple[Json, bool]:
-    """Read a JSON file, and whether its content matches the checksum in it.
-
-    Raises:
-        ValueError: not an object of JSON, or not a regular file.
-    """
+    """Read a JSON object, and whether it matches its checksum; ValueError for anything else."""
     try:
         with open_file(path) as file:
             if os.fstat(file.fileno()).st_size > LARGEST_JSON:
@@ -114,9 +103,9 @@ def import_safetensors() -> types.ModuleType:
 
 
 def pack(header: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Serialize arrays and a JSON header to the bytes of a safetensors file with checksums.
+    """Serialize arrays and a JSON header, each with its checksum, to a safetensors file.
 
-    The header has its own, as it is also read alone.
+    If the header has the name of the `file`, `read` refuses it under another.
     """
     # safetensors writes raw memory, so arrays must be C-contiguous.
     arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
@@ -126,17 +115,15 @@ def pack(header: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> byte
 
 
 def read(file: Path, only_header: bool = False) -> tuple[Json, dict[str, np.ndarray]]:
-    """Read the header that was given to `pack` and the arrays, and check all that is read.
-
-    Raises:
-        ValueError: a damaged file; the message does not name the file.
-    """
+    """Read what was given to `pack`; a ValueError that does not name the file if it is damaged."""
     with open_file(file), import_safetensors().safe_open(file, framework="numpy") as content:
         metadata = content.metadata() or {}
         text = metadata.get("optax_smile", "")
         if checksum(text) != metadata.get("checksum"):
             raise ValueError("its checksum does not match its header")
         header = json.loads(text)
+        if header.get("file", file.name) != file.name:
+            raise ValueError(f"it is {header['file']}")
         if only_header:
             return header, {}
         arrays = {name: content.get_tensor(name) for name in content.keys()}

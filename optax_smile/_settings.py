@@ -1,10 +1,9 @@
 """What a sampler was built with, for the manifest of a run."""
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 
 import jax
@@ -48,17 +47,6 @@ def _report(settings: Mapping[str, object], of_params: Callable, params: optax.P
         reports.update({**settings, **of_params(params)})
 
 
-@contextlib.contextmanager
-def _listening() -> Iterator[Options]:
-    """Collect what `reporting` reports."""
-    reports: Options = {}
-    before = _REPORTS.set(reports)
-    try:
-        yield reports
-    finally:
-        _REPORTS.reset(before)
-
-
 def gradients_per_step(settings: Mapping[str, object] | None) -> int:
     """Return the number of gradients per step of a sampler with these settings."""
     return 2 if (settings or {}).get("integrator") == "minimal_norm" else 1
@@ -91,8 +79,12 @@ def of(transformation: optax.GradientTransformation, params: optax.Params) -> Op
         transformation.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params))
         return {name: x for name, x in reports.items() if isinstance(x, jax.core.Tracer)}
 
-    with _listening() as reports:
+    reports: Options = {}
+    before = _REPORTS.set(reports)
+    try:
         injected = jax.jit(numbers)()
+    finally:
+        _REPORTS.reset(before)
     return {name: _describe(value) for name, value in (reports | injected).items()} or None
 
 

@@ -1,7 +1,6 @@
 """Draws on disk: what was sampled comes back, lazily, and damage is named."""
 
 import contextlib
-import errno
 import os
 import shutil
 import subprocess
@@ -280,24 +279,6 @@ def test_loading_needs_no_device_and_no_training_code(runs):
     assert run.stdout.split() == ["15", "(3,", "5,", "2)", "False"], run.stderr
 
 
-def test_a_full_disk_leaves_the_earlier_draws(runs, tmp_path, monkeypatch):
-    """Under the name of a draw there are whole files only."""
-    calls, fsync = [], os.fsync
-
-    def full(descriptor):
-        calls.append(descriptor)
-        if len(calls) > 12:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(descriptor)
-
-    monkeypatch.setattr(_disk.os, "fsync", full)
-    with pytest.raises(OSError, match="No space left on device: .*draw-0000000"):
-        draw(tmp_path)
-    kept = optax_smile.load_snapshots(tmp_path)
-    assert 0 < kept.num_draws < DRAWS
-    assert_same(kept.params, jax.tree.map(lambda x: x[:, : kept.num_draws], runs.memory.params))
-
-
 @pytest.mark.parametrize("damage", ["truncate", "flip", "foreign", "delete"])
 def test_a_damaged_file_is_named(runs, tmp_path, damage, monkeypatch):
     copied = Path(shutil.copytree(runs.disk.directory, tmp_path / "run"))
@@ -345,15 +326,6 @@ def test_a_directory_without_a_manifest_and_a_tree_of_other_leaves(runs, tmp_pat
     ):
         with pytest.raises(ValueError, match=rf"`load_snapshots\({rule}"):
             optax_smile.load_snapshots(directory, like=like)
-
-
-def test_a_run_that_failed_before_its_first_step_does_not_block_the_directory(runs, tmp_path):
-    def fail(params, batch):
-        raise FloatingPointError
-
-    with pytest.raises(FloatingPointError):
-        draw(tmp_path, fail, num_warmup=7, key=3)
-    assert_same(draw(tmp_path).params, runs.memory.params)
 
 
 def test_a_draw_with_a_gap_between_its_files_is_none(tmp_path):

@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -27,6 +28,13 @@ KEPT = 2
 FORMATS = [_format.FORMAT, STATE_FORMAT]
 # Digits of the number of a process.
 LONGEST_NUMBER = 20
+# Names a checkpoint that cannot be read.
+_reading = partial(
+    _disk.naming,
+    what="checkpoint",
+    remedy="If it is not damaged, the model or the sampler has changed. Remove a damaged"
+    " checkpoint: the next call resumes from the one before. The draws stay readable.",
+)
 
 
 class MemoryRun:
@@ -48,17 +56,11 @@ class MemoryRun:
         if draw is not None:
             self.draws.append(_tree.local(draw))
 
-    def restore(self, carry: Tree) -> tuple[Tree, Json] | None:
-        """Return None: there is nothing to resume."""
-
     def is_due(self) -> bool:
         """Return False: there are no checkpoints."""
         return False
 
-    def checkpoint(self, carry: Tree, place: Json):
-        """Do nothing: there are no checkpoints."""
-
-    def result(self, num_draws: int | None = None) -> Snapshots:
+    def result(self) -> Snapshots:
         """Return all draws `[chain, draw, ...]` and the trace `[chain, tick]`."""
 
         def stack(*leaves):
@@ -66,142 +68,6 @@ class MemoryRun:
 
         params, trace = jax.tree.map(stack, *self.draws), jax.tree.map(stack, *self.trace)
         return Snapshots(params, trace, self.settings, self.start)
-
-
-class DirectoryRun:
-    """Locks a directory, and keeps draws, manifest and checkpoints there.
-
-    Args:
-        directory: folder of the run.
-        start: draws of all chains at the start, arrays `[chain, ...]`.
-        settings: what must be the same to resume, in a form for JSON.
-        dtype: precision of the draws on disk, or None.
-        resume: whether a run in the directory is resumed.
-        minutes: time between checkpoints.
-        closing: closes the files and the lock.
-
-    `begun` has `num_warmup` and `thin` once draws have begun.
-    """
-
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        start: Tree,
-        settings: Options,
-        *,
-        dtype: str | None,
-        resume: bool,
-        minutes: float,
-        closing: contextlib.ExitStack,
-    ):
-        _disk.import_safetensors()
-        check_names("sample", "params", start)
-        self.directory, self.like = Path(directory).absolute(), _tree.shapes_of_one(start)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(start):
-            if not _format.fits(leaf, dtype, tiny=0):
-                rule = "a precision that holds the start, or None"
-                got = f"{dtype!r}, in which {jax.tree_util.keystr(path) or 'it'} is infinite"
-                _check.fail("sample", "dtype", rule, got)
-        closing.enter_context(lock("sample", self.directory))
-        self.checkpoints = Checkpoints(self.directory, minutes)
-        self.manifest = _format.manifest_of(start, dtype, settings)
-        self.files = _format.DrawFiles(self.directory, _format.leaves_of(start), dtype)
-        closing.callback(self.files.close)
-        self.begun: Json | None = None
-        self.warned = set[str]()
-        self.is_resumed = self._find(resume)
-        if self.is_resumed:
-            self._compare(start)
-        # Nobody writes before all have looked.
-        _wait_for_all()
-        self._write_manifest()
-        if not self.is_resumed:
-            self.files.write(_format.START, 0, start, {})
-
-    def _find(self, resume: bool) -> bool:
-        """Return whether there is a run to resume, and require that it is this one."""
-        has_draws, newest = _format.has_draws(self.directory), self.checkpoints.newest()
-        self.checkpoints.place()
-        before = None
-        if newest is not None or os.path.lexists(self.directory / _format.MANIFEST):
-            before = _format.read_manifest("sample", self.directory)
-        if not resume and (has_draws or newest is not None):
-            rule = "a directory without draws, since `resume` is False"
-            got = f"{self.directory}, which holds a run"
-            advice = "Choose another, remove it, or pass resume=True."
-            _check.fail("sample", "directory", rule, got, advice)
-        if newest is None and has_draws:
-            rule = "a directory with a checkpoint to resume from, or without draws"
-            got = f"{self.directory}, which has draws but no checkpoint"
-            _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
-        if before is None or not (newest or has_draws):
-            return False
-        check_settings("sample", self.directory, _identity(before), _identity(self.manifest))
-        if "thin" in before["settings"]:
-            self.begun = {name: before["settings"][name] for name in ("num_warmup", "thin")}
-            self.manifest["settings"] |= self.begun
-        return True
-
-    def _compare(self, start: Tree):
-        """Warn if another start than the stored one was passed."""
-        stored, same = jax.tree.leaves(self.start), jax.process_count() > 1
-        if not same:
-            given = zip(self.files.leaves, jax.tree.leaves(start), stored, strict=True)
-            same = all(
-                np.array_equal(self.files.rounded(leaf.name, np.asarray(x)), y, equal_nan=True)
-                for leaf, x, y in given
-            )
-        if not same:
-            warn(
-                f"`sample`: the run in {self.directory} continues from its checkpoint. Your"
-                " `params` differ from its start and are ignored."
-            )
-
-    def _write_manifest(self):
-        if jax.process_index() == 0:
-            _format.write_manifest(self.directory, self.manifest)
-
-    def begin(self, num_warmup: int, thin: int):
-        """Write at which steps the draws are."""
-        self.begun = {"num_warmup": num_warmup, "thin": thin}
-        self.manifest["settings"] |= self.begun
-        self._write_manifest()
-
-    def put(self, number: int, step: int, stats: Mapping[str, np.ndarray], draw: Tree | None):
-        """Pass a draw and its statistics to the thread that writes."""
-        if draw is not None:
-            self.files.put(number, step, draw, stats)
-
-    @property
-    def start(self) -> Tree:
-        """Start of the chains, as stored."""
-        return self.result().start
-
-    def restore(self, carry: Tree) -> tuple[Tree, Json] | None:
-        """Return carry and place of the newest checkpoint; None without one."""
-        return self.checkpoints.restore(carry) if self.is_resumed else None
-
-    def is_due(self) -> bool:
-        """Return whether it is time for a checkpoint."""
-        return self.checkpoints.is_due()
-
-    def checkpoint(self, carry: Tree, place: Json):
-        """Write a checkpoint, after the draws before it; `place` has `num_gradients`."""
-        self.files.flush()
-        if wide := sorted(self.files.wide - self.warned):
-            self.warned.update(wide)
-            warn(
-                f"`sample`: {', '.join(wide)} had numbers that are too large or too small for"
-                f" {self.files.dtype}, and these draws were stored in full precision."
-            )
-        self.checkpoints.save(place["num_gradients"], carry, place)
-
-    def result(self, num_draws: int | None = None) -> StoredSnapshots:
-        """Load the first draws, or all of them."""
-        with _check.called("sample", "load_snapshots"):
-            snapshots = load_snapshots(self.directory, like=self.like)
-        snapshots.draws = snapshots.draws[:num_draws]
-        return snapshots
 
 
 class Checkpoints:
@@ -216,8 +82,6 @@ class Checkpoints:
         if os.path.lexists(old := self.directory / "checkpoints"):
             rule, got = f"a directory of format {_format.FORMAT}", f"{old} of an older version"
             _check.fail(where, "directory", rule, got, "Choose another directory.")
-        if jax.process_index() == 0:
-            _disk.remove_drafts(self.directory)
 
     def newest(self) -> int | None:
         """Return the number of the newest checkpoint; None without one."""
@@ -256,53 +120,34 @@ class Checkpoints:
                     file.unlink(missing_ok=True)
 
     def place(self) -> Json | None:
-        """Return the place of the newest checkpoint; None without one.
-
-        Raises:
-            ValueError: another function wrote it, or it has another format.
-        """
-        for _, (file, *_) in sorted(_format.find_checkpoints(self.directory).items())[-1:]:
-            with self._reading(file):
-                header = self._read(file, only_header=True)[0]
-            if header["formats"] != FORMATS:
-                rule = f"a directory with checkpoints of the formats {FORMATS}"
-                got = f"{header['formats']} in {file}, written by optax_smile {header['version']}"
-                advice = "Continue with that version, or choose another directory."
-                _check.fail(self.where, "directory", rule, got, advice)
-            if header["of"] != self.where:
-                rule = f"new, or that of a run of `{self.where}`"
-                got = f"{self.directory}, which holds a run of `{header['of']}`"
-                _check.fail(self.where, "directory", rule, got, "Choose another.")
-            return header["place"]
-        return None
-
-    @contextlib.contextmanager
-    def _reading(self, file: Path) -> Iterator[None]:
-        remedy = (
-            "If it is not damaged, the model or the sampler has changed. Remove a damaged"
-            " checkpoint: the next call resumes from the one before. The draws stay readable."
-        )
-        with _disk.naming(file, "checkpoint", remedy):
-            yield
-
-    def _read(self, file: Path, only_header: bool = False) -> tuple[Json, dict[str, np.ndarray]]:
-        header, arrays = _disk.read(file, only_header)
-        if header["file"] != file.name:
-            raise ValueError(f"it is {header['file']}")
-        return header, arrays
+        """Return the place of the newest checkpoint, which must be of this function and format."""
+        if (newest := self.newest()) is None:
+            return None
+        file = _format.find_checkpoints(self.directory)[newest][0]
+        with _reading(file):
+            header, _ = _disk.read(file, only_header=True)
+        if header["formats"] != FORMATS:
+            rule = f"a directory with checkpoints of the formats {FORMATS}"
+            got = f"{header['formats']} in {file}, written by optax_smile {header['version']}"
+            advice = "Continue with that version, or choose another directory."
+            _check.fail(self.where, "directory", rule, got, advice)
+        if header["of"] != self.where:
+            rule = f"new, or that of a run of `{self.where}`"
+            got = f"{self.directory}, which holds a run of `{header['of']}`"
+            _check.fail(self.where, "directory", rule, got, "Choose another.")
+        return header["place"]
 
     def restore(self, like: Tree) -> tuple[Tree, Json] | None:
         """Read the newest checkpoint with the shapes and shardings of `like`; None without one."""
-        place = self.place()
-        if place is None:
+        if (place := self.place()) is None:
             return None
         leaves = named(like)
         whole = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
         missing = {name: array.size for name, array in whole.items()}
-        _, files = max(_format.find_checkpoints(self.directory).items())
+        files = [*_format.find_checkpoints(self.directory).values()][-1]
         for file in files:
-            with self._reading(file):
-                for entry, array in self._read(file)[1].items():
+            with _reading(file):
+                for entry, array in _disk.read(file)[1].items():
                     name, _, first = entry.rpartition("@")
                     if name not in whole:
                         raise ValueError(f"its array {name!r} is unknown")
@@ -312,9 +157,8 @@ class Checkpoints:
                         raise ValueError(f"its array {name!r} is {array.dtype} {array.shape}")
                     target[...] = array
                     missing[name] -= array.size
-        with self._reading(files[0]):
-            if lost := [name for name, size in missing.items() if size]:
-                raise ValueError(f"it lacks {lost[0]}")
+                if file == files[-1] and any(missing.values()):
+                    raise ValueError(f"it lacks {next(filter(missing.get, missing))}")
 
         def placed(leaf: jax.Array, raw: jax.Array, array: np.ndarray) -> jax.Array:
             made = jax.make_array_from_callback(raw.shape, raw.sharding, lambda at: array[at])
@@ -324,6 +168,112 @@ class Checkpoints:
 
         made = map(placed, jax.tree.leaves(like), leaves.values(), whole.values())
         return jax.tree.unflatten(jax.tree.structure(like), list(made)), place
+
+
+class DirectoryRun(Checkpoints):
+    """Locks a directory, and keeps draws, manifest and checkpoints there.
+
+    `settings` must be the same to resume. `closing` closes the files and the lock.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        start: Tree,
+        settings: Options,
+        *,
+        dtype: str | None,
+        resume: bool,
+        minutes: float,
+        closing: contextlib.ExitStack,
+    ):
+        _disk.import_safetensors()
+        check_names("sample", "params", start)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(start):
+            if not _format.fits(leaf, dtype, tiny=0):
+                rule = "a precision that holds the start, or None"
+                got = f"{dtype!r}, in which {jax.tree_util.keystr(path) or 'it'} is infinite"
+                _check.fail("sample", "dtype", rule, got)
+        closing.enter_context(lock("sample", Path(directory)))
+        super().__init__(Path(directory), minutes)
+        self.like = _tree.shapes_of_one(start)
+        self.manifest = _format.manifest_of(start, dtype, settings)
+        self.files = _format.DrawFiles(self.directory, _format.leaves_of(start), dtype)
+        closing.callback(self.files.close)
+        self.warned = set[str]()
+        self.is_resumed = self._find(resume)
+        # Several processes would have to read the chains of others.
+        if self.is_resumed and jax.process_count() == 1:
+            names, leaves = (leaf.name for leaf in self.files.leaves), jax.tree.leaves(start)
+            given = map(self.files.rounded, names, map(np.asarray, leaves))
+            same = partial(np.array_equal, equal_nan=True)
+            if not all(map(same, given, jax.tree.leaves(self.result().start))):
+                warn(
+                    f"`sample`: the run in {directory} continues from its checkpoint. Your `params`"
+                    " differ from its start and are ignored."
+                )
+        # Nobody writes before all have looked.
+        _wait_for_all()
+        _format.write_manifest(self.directory, self.manifest)
+        if not self.is_resumed:
+            self.files.write(_format.START, 0, start, {})
+
+    def _find(self, resume: bool) -> bool:
+        """Return whether there is a run to resume, and require that it is this one."""
+        has_draws, newest = _format.has_draws(self.directory), self.newest()
+        self.place()
+        before = None
+        if newest is not None or os.path.lexists(self.directory / _format.MANIFEST):
+            before = _format.read_manifest("sample", self.directory)
+        rule = ""
+        if not resume and (has_draws or newest is not None):
+            rule, got = "without draws, since `resume` is False", "a run"
+        elif newest is None and has_draws:
+            rule, got = "with a checkpoint to resume from, or none", "draws but no checkpoint"
+        if rule:
+            got, advice = f"{self.directory} with {got}", "Choose another, or remove it."
+            _check.fail("sample", "directory", f"a directory {rule}", got, advice)
+        if before is None or not (newest or has_draws):
+            return False
+        check_run("sample", self.directory, before, self.manifest)
+        # Also where its draws are.
+        self.manifest["settings"] = before["settings"] | self.manifest["settings"]
+        return True
+
+    @property
+    def begun(self) -> Json | None:
+        """Return `num_warmup` and `thin` once draws have begun."""
+        return self.manifest["settings"] if "thin" in self.manifest["settings"] else None
+
+    def begin(self, num_warmup: int, thin: int):
+        """Write at which steps the draws are."""
+        self.manifest["settings"] |= {"num_warmup": num_warmup, "thin": thin}
+        _format.write_manifest(self.directory, self.manifest)
+
+    def put(self, number: int, step: int, stats: Mapping[str, np.ndarray], draw: Tree | None):
+        """Pass a draw and its statistics to the thread that writes."""
+        if draw is not None:
+            self.files.put(number, step, draw, stats)
+
+    def restore(self, like: Tree) -> tuple[Tree, Json] | None:
+        """Read the checkpoint of a run that is resumed, or return None."""
+        return super().restore(like) if self.is_resumed else None
+
+    def checkpoint(self, carry: Tree, place: Json):
+        """Write a checkpoint, after the draws before it; `place` has `num_gradients`."""
+        self.files.flush()
+        if wide := sorted(self.files.wide - self.warned):
+            self.warned.update(wide)
+            warn(
+                f"`sample`: {', '.join(wide)} had numbers that are too large or too small for"
+                f" {self.files.dtype}, and these draws were stored in full precision."
+            )
+        self.save(place["num_gradients"], carry, place)
+
+    def result(self) -> StoredSnapshots:
+        """Load the draws."""
+        with _check.called("sample", "load_snapshots"):
+            return load_snapshots(self.directory, like=self.like)
 
 
 def _wait_for_all():
@@ -356,28 +306,22 @@ def check_names(where: str, argument: str, tree: Tree):
 
 def named(tree: Tree) -> dict[str, jax.Array]:
     """Name the leaves of a tree, keys as integers."""
+
+    def raw(leaf):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(leaf) if is_key else leaf
+
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {_tree.name(map(_tree.entry, path), "."): _raw(leaf) for path, leaf in leaves}
-
-
-def _raw(leaf: jax.Array) -> jax.Array:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
+    return {_tree.name(map(_tree.entry, path), "."): raw(leaf) for path, leaf in leaves}
 
 
 @contextlib.contextmanager
 def lock(where: str, directory: Path) -> Iterator[None]:
-    """Lock a directory against a second run. The system unlocks it when the process ends.
-
-    Raises:
-        ValueError: another live process holds it.
-    """
-    if directory.exists() and not directory.is_dir():
-        _check.fail(where, "directory", "a directory", f"the file {directory}")
+    """Lock a directory until the process ends, and remove what killed runs left in it."""
     with contextlib.ExitStack() as closing:
+        path = directory / f".lock-{jax.process_index()}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            path = directory / f".lock-{jax.process_index()}"
             file = closing.enter_context(_disk.open_file(path, os.O_RDWR | os.O_CREAT))
             # The number of a process; another file may have this name.
             if not (held := file.read(LONGEST_NUMBER + 1)).isdigit() and held:
@@ -400,10 +344,9 @@ def lock(where: str, directory: Path) -> Iterator[None]:
             file.truncate()
             file.write(str(os.getpid()).encode())
             file.flush()
+        if jax.process_index() == 0:
+            _disk.remove_drafts(directory)
         yield
-
-
-# Whether a directory holds the same run.
 
 
 def describe_batches(where: str, batches: object) -> Json:
@@ -415,9 +358,14 @@ def describe_batches(where: str, batches: object) -> Json:
     return {"num_batches": len(batches), "shapes": str(shapes)}
 
 
-def _identity(manifest: Json) -> Json:
-    params = {name: manifest[name] for name in ("num_chains", "leaves")}
-    return {"params": params, "dtype": manifest["stored_dtype"], **manifest["settings"]}
+def check_run(where: str, directory: Path, before: Json, now: Json):
+    """Require the manifest of the run in a directory, except for versions."""
+
+    def identity(manifest):
+        params = {name: manifest[name] for name in ("num_chains", "leaves")}
+        return {"params": params, "dtype": manifest["stored_dtype"], **manifest["settings"]}
+
+    check_settings(where, directory, identity(before), identity(now))
 
 
 def check_settings(where: str, directory: Path, before: Json, now: Json):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, NoReturn, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +23,6 @@ from optax_smile.chains import _directory
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 
-# Calls of `init` before one of `draws` without a warning; some loops make a second one.
-MOST_CALLS = 2
 REPEAT = (
     "A loop that goes back to an earlier state must repeat its draws to the bit, with the same"
     " data, seeds and program. For another fit, choose a new directory or call `init`."
@@ -45,7 +42,7 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
     """A sampler that sends its draws to the host, made by `recorded`; use it as an optimizer."""
 
     def draws(self) -> Snapshots | StoredSnapshots:
-        """Wait for all draws since the last call of `init` that has any, and return them.
+        """Return the draws since the last call of `init` that has any, once all have arrived.
 
         Returns:
             `Snapshots`, as `sample` returns them; with a `directory`, `StoredSnapshots`.
@@ -55,9 +52,8 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
             OSError: a draw could not be written.
 
         Warns:
-            UserWarning: recording ended at call 2**31 - 1; `init` was called more than twice, such
-                as in every epoch; the loop does not pass `params` to `update`, so that changes of
-                the updates are not detected.
+            UserWarning: recording ended at call 2**31 - 1, or no check can detect changes of the
+                updates, as the loop does not pass `params` to `update`.
         """
         jax.effects_barrier()
         return vars(self.init)["recorder"].result()
@@ -79,29 +75,23 @@ def recorded(
     """Record the draws of a sampler in a loop that does not return the optimizer's state.
 
     Every `thin` steps the sampler sends a draw to the host, from inside `jit`, `scan` and `vmap`
-    over chains. After the loop, `draws()` returns them. With `track_params=True` the loop may call
-    `update` without parameters; then no check can detect that it changes the updates.
+    over chains, at the cost of one copy of the parameters. After the loop, `draws()` returns them.
 
     Args:
         sampler: sampler, alone, last in an `optax.chain`, or in a wrapper like `optax.MultiSteps`.
         num_warmup: steps without draws, >= 0. The first draw is step num_warmup + thin.
         thin: steps between two draws, >= 1.
         directory: folder for the draws, new or of the same fit, if its loop continues from its own
-            checkpoint or is started again. `load_snapshots` can read it while the loop runs. Stored
-            draws are never replaced or deleted: one that the loop makes again must be the same to
-            the bit. From `init` to `draws()` no other process can record there. None: host memory.
+            checkpoint or is started again. Stored draws are never replaced: one that is made again
+            must be the same to the bit. From `init` to `draws()` nothing else can record there.
 
     Returns:
         An Optax transformation with the method `draws`. Several chains need one `vmap` of `init`.
 
     Raises:
-        ValueError: an argument is out of range. From `init`: the transformation has no sampler, or
-            `init` is called inside `shard_map`, or the folder is in use or of another sampler. From
-            `draws()`: the folder holds draws of another fit, or a loop that went back to an earlier
-            state made other draws. In the loop, JAX raises a `JaxRuntimeError` instead.
-
-    Cost: one copy of the parameters to the host per draw. Each step takes about .01 ms more inside
-    `scan`, and about 1.5 ms more (on a CPU) if Python calls a compiled function for each step.
+        ValueError: an argument is out of range. From `init`: there is no sampler, the call is
+            inside `shard_map`, or the folder is in use. From `draws()`: the folder is of another
+            fit, or a draw that was made again differs; JAX raises this in the loop, too.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -127,7 +117,7 @@ def recorded(
         with jax.ensure_compile_time_eval():
             recorder.settings = _settings.of(sampler, jax.eval_shape(lambda x: x, params))
         recorder.claim()
-        return RecordedState(begun, recorder.number(params))
+        return RecordedState(begun, recorder.begin(params))
 
     def update(updates, before, params=None, **others) -> tuple[optax.Updates, RecordedState]:
         if not isinstance(before, RecordedState):
@@ -136,63 +126,61 @@ def recorded(
         recorder.is_blind |= params is None
         updates, after = inner.update(updates, before.sampler, params, **others)
         after = RecordedState(after, before.fit)
-        recorder.hand_over(after, None if params is None else optax.apply_updates(params, updates))
+        recorder.send(after, None if params is None else optax.apply_updates(params, updates))
         return updates, after
 
     # JAX and `copy` rebuild named tuples from `init` and `update`.
-    arguments = {"sampler": sampler, "num_warmup": num_warmup, "thin": thin}
-    arguments["directory"] = None if directory is None else os.fspath(directory)
-    vars(init).update(recorder=recorder, name="recorded", arguments=arguments)
+    vars(init).update(recorder=recorder)
     return RecordedSampler(init, cast(optax.TransformUpdateExtraArgsFn, update))
 
 
-def _on_host(function: Callable[..., Tree], depth: int = 0) -> Callable[..., Tree]:
-    """Batch a function of arrays with `depth` leading axes, so that one call takes all chains.
+def _for_all_chains(function: Callable[..., Tree]) -> Callable[..., Tree]:
+    """Make a function of one chain from one of arrays `[chain, ...]`, called once under `vmap`.
 
     `vmap` of a callback would call it once per chain and, in a `cond` whose predicate differs
     between chains, at every step.
     """
-    batched = custom_vmap(functools.partial(function, depth))
+    whole = custom_vmap(function)
 
-    @batched.def_vmap
-    def rule(axis_size, is_batched, *arguments):
-        whole = jax.tree.map(
-            lambda x, has_axis: x if has_axis else jnp.broadcast_to(x, (axis_size, *jnp.shape(x))),
-            arguments,
-            tuple(is_batched),
-        )
-        result = _on_host(function, depth + 1)(*whole)
+    @whole.def_vmap
+    def rule(size, is_batched, *arguments):
+        def join(x, has_axis):
+            x = x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        result = whole(*jax.tree.map(join, arguments, tuple(is_batched)))
+        result = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), result)
         return result, jax.tree.map(lambda _: True, result)
 
-    return batched
+    def of_one(*arguments):
+        result = whole(*jax.tree.map(lambda x: x[None], arguments))
+        return jax.tree.map(lambda x: x[0], result)
 
-
-def _flatten(depth: int, tree: Tree) -> Tree:
-    """Join the leading axes into one of chains."""
-    return jax.tree.map(lambda x: jnp.reshape(x, (-1, *jnp.shape(x)[depth:])), tree)
+    # Compiled once for all eager calls of `update`.
+    return jax.jit(of_one)
 
 
 class _Fit:
-    """What the host keeps for one call of `init`; `start` is None if it was in another process."""
+    """What the host has of one call of `init`; `start` is None if it was in another process."""
 
     def __init__(self, start: Tree):
         self.start = start
-        # Statistics and parameters by number of the draw and by chain.
-        self.draws: dict[int, dict[int, Tree]] = {}
-        # In a directory: how to write, and the draws there by step.
+        # By step: what some chains have sent, and whole draws or, in a directory, their files.
+        self.parts: dict[int, dict[int, Tree]] = {}
+        self.draws: dict[int, Tree] = {}
         self.files: _format.DrawFiles | None = None
-        self.stored: dict[int, list[_format.Block]] = {}
+
+    def start_of(self, draw: Tree) -> Tree:
+        """Return the start of all chains of a draw, or the draw."""
+        start = draw if self.start is None else self.start
+        return jax.tree.map(lambda x, y: np.broadcast_to(x, y.shape), start, draw)
 
 
 class _Recorder:
-    """Counts draws on the device, and keeps them on the host.
+    """Sends draws to the host and keeps them.
 
     Callbacks run in threads of JAX, where a call of JAX may wait forever. They use NumPy only.
     """
-
-    # Of all recorders: for threads, and locks of their directories.
-    lock = threading.Lock()
-    locked: dict[str, contextlib.ExitStack] = {}
 
     def __init__(self, num_warmup: int, thin: int, directory: Path | None):
         self.num_warmup, self.thin, self.directory = num_warmup, thin, directory
@@ -200,29 +188,26 @@ class _Recorder:
             _disk.import_safetensors()
             self.directory = directory.absolute()
         self.fits: dict[int, _Fit] = {}
-        self.num_read = 0  # Fits at the last call of `draws`.
         self.failure: BaseException | None = None
         self.settings: Options | None = None
         self.is_blind = False
-        # Compiled once for all eager calls of `update`.
-        self.number = jax.jit(_on_host(self._number))
-        self.hand_over = jax.jit(_on_host(self._hand_over))
+        self.threads = threading.Lock()
+        self.locked: contextlib.ExitStack | None = None
+        self.begin, self.send = _for_all_chains(self._begin), _for_all_chains(self._send)
 
-    def _number(self, depth: int, params: Tree) -> jax.Array:
+    def _begin(self, params: Tree) -> jax.Array:
         """Ask the host for the number of a fit."""
-        like = jax.ShapeDtypeStruct((), jnp.int32)
-        fit = io_callback(self._begin, like, _flatten(depth, params))
-        return jnp.full(jnp.shape(jax.tree.leaves(params)[0])[:depth], fit, jnp.int32)
+        chains = jax.tree.leaves(params)[0].shape[:1]
 
-    def _begin(self, params: Tree) -> np.ndarray:
-        with self.lock:
-            number = len(self.fits) + 1
-            self.fits[number] = _Fit(jax.tree.map(np.array, params))
-        return np.asarray(number, np.int32)
+        def begin(params: Tree) -> np.ndarray:
+            with self.threads:
+                self.fits[len(self.fits) + 1] = _Fit(jax.tree.map(np.array, params))
+                return np.full(chains, len(self.fits), np.int32)
 
-    def _hand_over(self, depth: int, after: RecordedState, params: Tree) -> tuple[()]:
+        return io_callback(begin, jax.ShapeDtypeStruct(chains, jnp.int32), params)
+
+    def _send(self, after: RecordedState, params: Tree) -> tuple[()]:
         """Send the draws of all chains to the host if this call ends a tick."""
-        after, params = _flatten(depth, (after, params))
         per_step = state.find(after.sampler, "recorded").gradients_per_step
         stats = jax.vmap(state.stats)(after.sampler)
         step, part = jnp.divmod(stats.num_gradients, per_step)
@@ -233,156 +218,127 @@ class _Recorder:
 
         def send():
             draw = jax.vmap(state.last_accepted)(after.sampler, params)
-            place = is_tick, after.fit, count - 1
-            io_callback(self._put, None, place, {**stats._asdict(), "step": step}, draw)
+            made = {**stats._asdict(), "step": step}, draw
+            io_callback(self._receive, None, is_tick, after.fit, made)
 
         jax.lax.cond(jnp.any(is_tick), send, lambda: None)
         return ()
 
-    def _put(self, place: Tree, stats: Tree, draw: Tree):
-        (is_tick, fits, numbers), *made = jax.tree.map(np.array, (place, stats, draw))
-        with self.lock:
+    def _receive(self, *sent: Tree):
+        is_tick, fits, made = jax.tree.map(np.array, sent)
+        with self.threads:
             try:
                 if self.failure is None:
-                    self._keep(np.flatnonzero(is_tick).tolist(), fits, numbers.tolist(), made)
+                    self._collect(np.flatnonzero(is_tick).tolist(), fits, made)
             except BaseException as error:
                 self.failure = error
+                self._release()
                 raise
 
-    def _keep(self, chains: list[int], fits: np.ndarray, numbers: list[int], made: Tree):
+    def _collect(self, chains: list[int], fits: np.ndarray, made: Tree):
         if len(np.unique(fits)) > 1:
             rule = "that of one call of `init`, as of `jax.vmap(init)` for several chains"
             _check.fail("recorded", "state", rule, f"one of the calls {np.unique(fits)}")
         fit = self.fits.setdefault(int(fits[0]), _Fit(None))
         for chain in chains:
-            draws, one = fit.draws.setdefault(numbers[chain], {}), jax.tree.map(_row(chain), made)
-            # A loop that restored an earlier state makes draws again.
-            if not _are_same(draws.setdefault(chain, one)[1], one[1]):
-                rule = "that of a loop that repeats its draws, or of a new call of `init`"
-                got = f"one with another draw {numbers[chain]}"
-                _check.fail("recorded", "state", rule, got, REPEAT)
-            if self.directory is not None and len(draws) == len(fits):
+            step = int(made[0]["step"][chain])
+            parts = fit.parts.setdefault(step, {})
+            parts[chain] = jax.tree.map(lambda x, at=chain: x[at], made)
+            if len(parts) == len(fits):
+                parts = [x for _, x in sorted(fit.parts.pop(step).items())]
                 with _check.called("recorded", "load_snapshots"):
-                    self._write(self.directory, fit, *_stacked(fit.draws.pop(numbers[chain])))
+                    self._keep(fit, step, *jax.tree.map(lambda *x: np.stack(x), *parts))
 
-    def _write(self, directory: Path, fit: _Fit, stats: Tree, params: Tree):
-        """Write a draw while the device waits: it is on disk before a loop can checkpoint."""
-        step, number = int(stats.pop("step")[0]), len(stats["is_draw"])
-        if fit.files is None:
-            fit.files = self._open(directory, fit, params)
-        self.claim()
-        # Another recorder of this process may have written meanwhile.
-        for blocks in _format.find_draws(directory, {"num_chains": number})[len(fit.stored) :]:
-            fit.stored[_format.read_header(blocks[0])["step"]] = blocks
-        last, skips = max(fit.stored, default=None), SKIPPING & {*(self.settings or ())}
-        if step in fit.stored:
-            found = _format.read_chains(fit.stored[step], fit.files.leaves, number)
-            if not _are_same(found, jax.tree.leaves(params)):
-                self._refuse(f"another draw at step {step}")
-        elif last in (None, step - self.thin) or last < step and skips:
-            fit.stored[step] = fit.files.write(len(fit.stored), step, params, stats)
+    def _keep(self, fit: _Fit, step: int, stats: Tree, params: Tree):
+        """Keep a draw of all chains; on disk it is before the loop can write a checkpoint."""
+        if self.directory is not None:
+            self._open(self.directory, fit, params)
+        last, wrong = max(fit.draws, default=step - self.thin), None
+        if (found := fit.draws.get(step)) is not None:
+            if fit.files is not None:
+                found = None, _format.read_chains(found, fit.files.leaves, len(stats["step"]))
+            if not _are_same(found[1], params):
+                wrong = f"another draw at step {step}"
+        elif fit.files is None:
+            fit.draws[step] = stats, params
+        elif last == step - self.thin or last < step and SKIPPING & {*(self.settings or ())}:
+            del stats["step"]
+            fit.draws[step] = fit.files.write(len(fit.draws), step, params, stats)
         else:
-            self._refuse(f"the draws of another fit, up to step {last}")
+            wrong = f"the draws of another fit, up to step {last}"
+        if wrong is not None:
+            argument, got = ("directory", self.directory) if self.directory else ("state", "one")
+            rule = "new, or of a loop that repeats its draws"
+            _check.fail("recorded", argument, rule, f"{got} with {wrong}", REPEAT)
 
-    def _open(self, directory: Path, fit: _Fit, params: Tree) -> _format.DrawFiles:
-        """Begin a folder, or require that it is of this fit."""
-        start = params
-        if fit.start is not None:
-            start = jax.tree.map(lambda x, y: np.broadcast_to(x, y.shape), fit.start, params)
+    def claim(self):
+        """Lock the directory until `draws`."""
+        if self.directory is not None and self.locked is None:
+            closing = contextlib.ExitStack()
+            closing.enter_context(_directory.lock("recorded", self.directory))
+            self.locked = closing
+
+    def _open(self, directory: Path, fit: _Fit, params: Tree):
+        """Begin the directory, or require that it is of this sampler and model."""
+        self.claim()
+        if fit.files is not None:
+            return
+        start = fit.start_of(params)
         settings = {"num_warmup": self.num_warmup, "thin": self.thin, "sampler": self.settings}
         manifest = _format.manifest_of(start, None, settings)
-        files, before = _format.DrawFiles(directory, _format.leaves_of(start)), self.claim()
-        if before is None:
-            if _format.has_draws(directory):
-                self._refuse(f"draws and no {_format.MANIFEST}")
+        files = _format.DrawFiles(directory, _format.leaves_of(start))
+        if _format.has_draws(directory) or os.path.lexists(directory / _format.MANIFEST):
+            if self.settings is None:  # `init` was not called in this process.
+                del manifest["settings"]["sampler"]
+            before = _format.read_manifest("recorded", directory)
+            _directory.check_run("recorded", directory, before, manifest)
+        else:
             # In this order, so that a kill between them leaves no folder that cannot be used.
             files.write(_format.START, 0, start, {})
             _format.write_manifest(directory, manifest)
-            return files
-        if self.settings is None:  # `init` was not called in this process.
-            manifest["settings"]["sampler"] = before["settings"]["sampler"]
-        if before | {"versions": None} != manifest | {"versions": None}:
-            self._refuse("draws of another sampler or model")
-        begun = _format.read_start(directory, files.leaves, before["num_chains"])
-        if fit.start is not None and not _are_same(jax.tree.leaves(start), begun):
-            self._refuse("draws of another start")
-        return files
+        draws = _format.find_draws(directory, manifest)
+        fit.draws = {_format.read_header(blocks[0])["step"]: blocks for blocks in draws}
+        fit.files = files
 
-    def claim(self) -> _disk.Json | None:
-        """Lock the directory until `draws`, require its sampler, and return its manifest."""
-        if self.directory is None:
-            return None
-        if (place := os.path.realpath(self.directory)) not in self.locked:
-            with contextlib.ExitStack() as closing:
-                closing.enter_context(_directory.lock("recorded", self.directory))
-                _disk.remove_drafts(self.directory)
-                self.locked[place] = closing.pop_all()
-        if not os.path.lexists(self.directory / _format.MANIFEST):
-            return None
-        before = _format.read_manifest("recorded", self.directory)
-        if self.settings not in (None, before["settings"].get("sampler")):
-            self._refuse("draws of another sampler")
-        return before
-
-    def _refuse(self, what: str) -> NoReturn:
-        rule = "new, or hold draws of the same fit"
-        _check.fail("recorded", "directory", rule, f"{self.directory} with {what}", REPEAT)
+    def _release(self):
+        """Unlock the directory."""
+        if self.locked is not None:
+            self.locked.close()
+        self.locked = None
+        # What others may write there is to be read.
+        for fit in self.fits.values():
+            fit.files = None
 
     def result(self) -> Snapshots | StoredSnapshots:
         """Return the draws of the last fit that has any."""
-        with self.lock:
+        with self.threads:
+            self._release()
             if self.failure is not None:
                 raise self.failure
-            calls, self.num_read = len(self.fits) - self.num_read, len(self.fits)
-            again = f"`init` was called {calls} times" if calls > MOST_CALLS else ""
-            fits = [fit for fit in self.fits.values() if fit.files or fit.draws]
-            if not fits:
-                first = self.num_warmup + self.thin
-                wrong = f"nothing is recorded yet. The first draw is step {first}. {again}"
-                raise ValueError(f"`draws`: {wrong}")
-            draws = self._load(fits[-1])
+            fit = next((x for x in reversed(self.fits.values()) if x.draws), None)
+            if fit is None:
+                first = f"The first draw is step {self.num_warmup + self.thin}."
+                raise ValueError(f"`draws`: nothing is recorded yet. {first}")
+            if self.directory is None:
+                whole = [draw for _, draw in sorted(fit.draws.items())]
+                trace, params = jax.tree.map(lambda *x: np.stack(x, axis=1), *whole)
+                start = None if fit.start is None else fit.start_of(whole[0][1])
+                draws = Snapshots(params, trace, self.settings, start)
+            else:
+                like = None if fit.start is None else jax.tree.map(lambda x: x[0], fit.start)
+                draws = load_snapshots(self.directory, like=like)
         if np.any(draws.trace["is_altered"]):
-            raise ValueError(
-                "`draws`: the loop changed the sampler's updates, so the recorded points are not"
-                " posterior draws."
-            )
-        if again:
-            warn(f"`draws`: {again}, and these are the draws after the last call.")
+            raise ValueError("`draws`: the loop changed the updates. These are no posterior draws.")
         if self.is_blind:
             warn(
-                "`draws`: the loop does not pass `params` to `update`. If it changes the updates"
-                " before it adds them, these are not posterior draws, and no check detects it."
+                "`draws`: the loop does not pass `params` to `update`. Changes of the updates,"
+                " after which these are no posterior draws, are not detected."
             )
         per_tick = self.thin * _settings.gradients_per_step(draws.settings)
         if int(np.max(draws.trace["num_gradients"])) + per_tick >= _check.LARGEST_WHOLE:
-            warn(
-                f"`draws`: recording ends at call {_check.LARGEST_WHOLE} of `update`, the last that"
-                " is counted. To go on, call `init` with the last draw."
-            )
+            ends = f"recording ends at call {_check.LARGEST_WHOLE} of `update`"
+            warn(f"`draws`: {ends}. To go on, call `init` with the last draw.")
         return draws
-
-    def _load(self, fit: _Fit) -> Snapshots | StoredSnapshots:
-        if self.directory is not None:
-            if closing := self.locked.pop(os.path.realpath(self.directory), None):
-                closing.close()
-            like = None if fit.start is None else jax.tree.map(_row(0), fit.start)
-            return load_snapshots(self.directory, like=like)
-        number = max(map(len, fit.draws.values()))
-        whole = [_stacked(x) for _, x in sorted(fit.draws.items()) if len(x) == number]
-        trace, params = jax.tree.map(lambda *x: np.stack(x, axis=1), *whole)
-        start = fit.start
-        if start is not None:
-            start = jax.tree.map(lambda x, y: np.broadcast_to(x, y[:, 0].shape), start, params)
-        return Snapshots(params, trace, self.settings, start)
-
-
-def _row(number: int) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda x: x[number]
-
-
-def _stacked(chains: dict[int, Tree]) -> Tree:
-    """Stack statistics and parameters of all chains, `[chain, ...]`."""
-    return jax.tree.map(lambda *x: np.stack(x), *(chains[number] for number in sorted(chains)))
 
 
 def _are_same(first: Tree, second: Tree) -> bool:

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -40,10 +40,9 @@ Stats: TypeAlias = Mapping[str, np.ndarray]
 
 
 class Leaf(NamedTuple):
-    """One array of the parameter tree, as a file names it: names are unique.
+    """One array of the parameters of one chain, by a unique name; a file may be less precise.
 
-    `path` has pairs of kind (`key`, `index` or `attribute`) and entry. `shape` is that of one chain
-    and `dtype` that in the run; a file may have a lower precision.
+    `path` has pairs of kind (`key`, `index` or `attribute`) and entry.
     """
 
     name: str
@@ -52,18 +51,15 @@ class Leaf(NamedTuple):
     dtype: str
 
 
-def _name(path: list[list[str | int]]) -> str:
-    """Name a leaf; a bare array has no path, and safetensors reserves one name."""
-    name = _tree.name(path) if path else "params"
-    return "~" + name if name == "__metadata__" else name
-
-
 def leaves_of(params: Tree, axes: int = 1) -> list[Leaf]:
     """Describe the leaves of parameters; `axes` counts the axes before those of one chain."""
     leaves = []
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
         path = [_tree.entry(key) for key in keys]
-        leaves.append(Leaf(_name(path), path, list(leaf.shape[axes:]), str(leaf.dtype)))
+        # A bare array has no path, and safetensors reserves one name.
+        name = _tree.name(path) if path else "params"
+        name = "~" + name if name == "__metadata__" else name
+        leaves.append(Leaf(name, path, list(leaf.shape[axes:]), str(leaf.dtype)))
     return leaves
 
 
@@ -85,31 +81,31 @@ def manifest_of(params: Tree, dtype: str | None, settings: Mapping) -> Json:
 
 
 def write_manifest(directory: Path, manifest: Json):
-    """Write a manifest with its checksum."""
-    _disk.write_json(directory / MANIFEST, manifest)
+    """Write a manifest with its checksum, in the first of several processes."""
+    if jax.process_index() == 0:
+        _disk.write_json(directory / MANIFEST, manifest)
 
 
 def read_manifest(where: str, directory: Path) -> Json:
     """Read the manifest of a directory; an error if it is missing, damaged or of another format."""
     file = directory / MANIFEST
+
+    def refuse(rule: str, got: str, advice: str = REMEDY) -> NoReturn:
+        _check.fail(where, "directory", f"a directory {rule}", got, advice)
+
     if not os.path.lexists(file):
-        rule, got = f"a directory of stored draws, with a {MANIFEST}", "without one"
-        if not directory.is_dir():
-            got = "which is a file" if directory.exists() else "which does not exist"
-        _check.fail(where, "directory", rule, f"{directory}, {got}")
+        what = "without one" if directory.is_dir() else "which is none"
+        refuse(f"of stored draws, with a {MANIFEST}", f"{directory}, {what}", "")
     try:
         manifest, is_intact = _disk.read_json(file)
         version, writer = manifest["format"], manifest["versions"]["optax-smile"]
     except (ValueError, KeyError, TypeError) as error:
-        rule = f"a directory with a readable {MANIFEST}"
-        _check.fail(where, "directory", rule, f"{file} ({error})", REMEDY)
+        refuse(f"with a readable {MANIFEST}", f"{file} ({error})")
     if version != FORMAT:
-        rule = f"a directory of snapshots of format {FORMAT}"
         got = f"format {version} in {file}, written by optax_smile {writer}"
-        _check.fail(where, "directory", rule, got, "Read it with that version.")
+        refuse(f"of snapshots of format {FORMAT}", got, "Read it with that version.")
     if not is_intact:
-        rule = f"a directory whose {MANIFEST} matches its checksum"
-        _check.fail(where, "directory", rule, file, REMEDY)
+        refuse(f"whose {MANIFEST} matches its checksum", str(file))
     return manifest
 
 
@@ -123,24 +119,22 @@ class Block(NamedTuple):
 
 
 def has_draws(directory: Path) -> bool:
-    """Return whether there are files of draws; other files with similar names do not count."""
+    """Return whether there are files of draws."""
     return any((match := _FILE.fullmatch(x.name)) and match[2] for x in directory.glob("draw-*"))
 
 
 def find(directory: Path, num_chains: int) -> dict[int | str, list[Block]]:
     """Find the files of the start and of every draw that is complete for all chains."""
-    blocks: dict[int | str, list[Block]] = {}
-    with os.scandir(directory) as entries:
-        found = sorted((x.name, x.is_file(follow_symlinks=False)) for x in entries)
-    for name, is_file in found:
-        if match := _FILE.fullmatch(name):
-            if not is_file:
-                rule, got = "a directory whose draws are regular files", directory / name
-                _check.fail("load_snapshots", "directory", rule, f"{got}, a link or device")
+    found: dict[int | str, list[Block]] = {}
+    for path in sorted(directory.iterdir()):
+        if match := _FILE.fullmatch(path.name):
+            if path.is_symlink() or not path.is_file():
+                rule, got = "a directory whose draws are regular files", f"{path}, a link or device"
+                _check.fail("load_snapshots", "directory", rule, got)
             draw = START if match[2] is None else int(match[2])
-            block = Block(directory / name, draw, int(match[3]), int(match[4]))
+            block = Block(path, draw, int(match[3]), int(match[4]))
             if block.first <= block.last < num_chains:
-                blocks.setdefault(draw, []).append(block)
+                found.setdefault(draw, []).append(block)
 
     def is_whole(parts):
         stop = 0
@@ -148,7 +142,7 @@ def find(directory: Path, num_chains: int) -> dict[int | str, list[Block]]:
             stop = max(stop, part.last + 1) if part.first <= stop else stop
         return stop == num_chains
 
-    return {draw: parts for draw, parts in blocks.items() if is_whole(parts)}
+    return {draw: parts for draw, parts in found.items() if is_whole(parts)}
 
 
 def find_draws(directory: Path, manifest: Json) -> list[list[Block]]:
@@ -167,39 +161,32 @@ def find_draws(directory: Path, manifest: Json) -> list[list[Block]]:
 
 
 def find_checkpoints(directory: Path) -> dict[int, list[Path]]:
-    """Find the files of all checkpoints that every process has written, by number."""
+    """Find the files of all checkpoints that every process has written, in order."""
     found: dict[tuple[int, int], list[Path]] = {}
     for path in sorted(directory.glob("checkpoint-*")):
         if match := CHECKPOINT.fullmatch(path.name):
             found.setdefault((int(match[1]), int(match[3])), []).append(path)
-    return {number: files for (number, parts), files in found.items() if len(files) == parts}
+    whole = ((number, x) for (number, parts), x in sorted(found.items()) if len(x) == parts)
+    return dict(whole)
 
 
 def _num_checkpointed(directory: Path) -> int:
     """Return the number of draws before the newest checkpoint; 0 if it is unknown."""
     # A damaged checkpoint leaves the draws readable.
     with contextlib.suppress(ValueError):
-        for _, (file, *_) in sorted(find_checkpoints(directory).items())[-1:]:
-            with _disk.naming(file):
-                return int(_disk.read(file, only_header=True)[0]["place"].get("num_kept", 0))
+        for files in [*find_checkpoints(directory).values()][-1:]:
+            with _disk.naming(files[0]):
+                return int(_disk.read(files[0], only_header=True)[0]["place"].get("num_kept", 0))
     return 0
-
-
-def _read(block: Block, only_header: bool = False) -> tuple[Json, dict[str, np.ndarray]]:
-    header, arrays = _disk.read(block.path, only_header)
-    if (header["draw"], header["chains"]) != (block.draw, [block.first, block.last]):
-        raise ValueError(f"it holds draw {header['draw']} of the chains {header['chains']}")
-    return header, arrays
 
 
 def read_header(block: Block) -> Json:
     """Read the header of a file, and verify its checksum."""
     with _disk.naming(block.path):
-        return _read(block, only_header=True)[0]
+        return _disk.read(block.path, only_header=True)[0]
 
 
 def _is_rounded(dtype: DTypeLike) -> bool:
-    """Return whether arrays of this dtype are rounded on disk: floating-point numbers only."""
     return jnp.issubdtype(dtype, jnp.floating)
 
 
@@ -214,8 +201,7 @@ def fits(leaf: np.ndarray | jax.Array, dtype: str | None, tiny: float | None = N
     if float(jnp.finfo(leaf.dtype).max) <= float(kind.max):
         return True
     largest = float(xp.max(xp.abs(xp.where(xp.isfinite(leaf), leaf, 0)), initial=0))
-    is_large = largest >= (float(kind.tiny) if tiny is None else tiny)
-    return largest == 0 or is_large and largest <= float(kind.max)
+    return largest == 0 or float(kind.tiny if tiny is None else tiny) <= largest <= float(kind.max)
 
 
 def read_chains(blocks: list[Block], leaves: list[Leaf], num_chains: int) -> list[np.ndarray]:
@@ -224,7 +210,7 @@ def read_chains(blocks: list[Block], leaves: list[Leaf], num_chains: int) -> lis
     for block in blocks:
         rows = slice(block.first, block.last + 1)
         with _disk.naming(block.path):
-            _, arrays = _read(block)
+            _, arrays = _disk.read(block.path)
             if arrays.keys() != {leaf.name for leaf in leaves}:
                 raise ValueError(f"it holds {sorted(arrays)}")
             for name, _, shape, dtype in leaves:
@@ -242,7 +228,7 @@ def read_chains(blocks: list[Block], leaves: list[Leaf], num_chains: int) -> lis
 def read_start(directory: Path, leaves: list[Leaf], num_chains: int) -> list[np.ndarray]:
     """Read the leaves before the first step, `[chain, ...]`."""
     blocks = find(directory, num_chains).get(START)
-    if blocks is None:
+    if not blocks:
         rule, got = "a directory with the start of its run", f"{directory} without start.*"
         _check.fail("load_snapshots", "directory", rule, got, "Restore it: draws stay readable.")
     return read_chains(blocks, leaves, num_chains)
@@ -251,11 +237,10 @@ def read_start(directory: Path, leaves: list[Leaf], num_chains: int) -> list[np.
 class DrawFiles:
     """Writes draws to a directory, now or in a background thread.
 
-    Each process writes its chains of a draw to one safetensors file of arrays `[chain, ...]`; with
-    several processes, to one file per device. A file is complete or absent. The JSON header holds
-    the result of `optax_smile.stats`, the step and checksums. Numbers are rounded to `dtype`,
-    unless it is None. A leaf that is too large or too small for it keeps its own precision in that
-    draw, and `wide` has its name.
+    Each process writes its chains of a draw to one file of arrays `[chain, ...]`, with several
+    processes one per device. The header has the step and the result of `optax_smile.stats`. Numbers
+    are rounded to `dtype`, unless it is None. A leaf that is too large or too small for it keeps
+    its own precision in that draw, and `wide` has its name.
     """
 
     def __init__(self, directory: Path, leaves: list[Leaf], dtype: str | None = None):
@@ -270,15 +255,11 @@ class DrawFiles:
         stem, done = START if draw == START else f"draw-{draw:08d}", 0
         for first, last, leaves in _tree.local_blocks(params):
             rows = slice(done, done := done + last - first + 1)
-            header = {
-                "draw": draw,
-                "chains": [first, last],
-                "step": step,
-                "stats": {name: np.asarray(value)[rows].tolist() for name, value in stats.items()},
-            }
-            named = zip((leaf.name for leaf in self.leaves), leaves, strict=True)
-            arrays = {name: self.rounded(name, leaf) for name, leaf in named}
             file = self.directory / f"{stem}.chains-{first:05d}-{last:05d}.safetensors"
+            mine = {name: np.asarray(value)[rows].tolist() for name, value in stats.items()}
+            names = [leaf.name for leaf in self.leaves]
+            arrays = dict(zip(names, map(self.rounded, names, leaves), strict=True))
+            header = {"file": file.name, "step": step, "stats": mine}
             _disk.write(file, _disk.pack(header, arrays))
             blocks.append(Block(file, draw, first, last))
         return blocks
@@ -294,16 +275,17 @@ class DrawFiles:
 
         A draw that could not be written raises an error here, in `flush` or in `close`.
         """
+
+        def write():
+            # None after one that could not be written.
+            if not self.has_failed:
+                self.has_failed = True
+                self.write(draw, step, params, stats)
+                self.has_failed = False
+
         while self.waiting and (self.waiting[0].done() or len(self.waiting) > QUEUE_SIZE):
             self.waiting.popleft().result()
-        self.waiting.append(self.thread.submit(self._write, draw, step, params, stats))
-
-    def _write(self, *draw):
-        # None after one that could not be written.
-        if not self.has_failed:
-            self.has_failed = True
-            self.write(*draw)
-            self.has_failed = False
+        self.waiting.append(self.thread.submit(write))
 
     def flush(self):
         """Wait until every queued draw is on disk."""

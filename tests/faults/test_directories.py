@@ -6,8 +6,6 @@ the file. Other values without a word are silent differences; any other tracebac
 
 import collections
 import copy
-import functools
-import operator
 import shutil
 import types
 from collections.abc import Callable
@@ -19,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from runs import watching
 
 import optax_smile
 from optax_smile import report
@@ -81,9 +80,9 @@ def intact(tmp_path_factory) -> types.SimpleNamespace:
         if step == CRASH:
             raise Crash
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Crash):
+    with pytest.MonkeyPatch.context() as patch, watching(stop), pytest.raises(Crash):
         patch.setattr(Checkpoints, "save", keep)
-        sample(directory, callback=stop)
+        sample(directory)
     whole, before = (shutil.copytree(directory, folder / name) for name in ("whole", "before"))
     draws, targets = optax_smile.load_snapshots(directory), np.arange(5) % 2
     options: Any = {"likelihood": "categorical", "targets": targets, "per": "draw"}
@@ -269,18 +268,6 @@ def test_leaves_of_any_name_come_back(intact):
     assert set(stored) == {"a.b", "a/b", "a/frozen", "a~1b", "w", "~__metadata__"}
 
 
-def of(*place: Any, **fields: Any) -> Callable:
-    """Change fields of a manifest, or of a part of it."""
-    part: Any = functools.partial(functools.reduce, operator.getitem, place)
-    return lambda whole, *_: part(whole).update(fields)
-
-
-def change_manifest(directory: Path, change: Callable[[dict[str, Any]], Any]):
-    manifest = _format.read_manifest("test", directory)
-    change(manifest)
-    _format.write_manifest(directory, manifest)
-
-
 def test_a_manifest_that_is_none_is_named(damaged):
     file = damaged / _format.MANIFEST
     for content in ("[" * 100_000, "[]", "7", '{"format": true}', "\udcff"):
@@ -294,8 +281,10 @@ def test_a_manifest_that_is_none_is_named(damaged):
 def test_no_text_of_a_user_is_part_of_the_page(damaged, tmp_path):
     script = "<script>alert('1')</script>\"'"
     described = {"key": {script: script}, "sampler": {"name": script, script: [script]}}
-    change_manifest(damaged, of("settings", **{script: script}, **described))
-    change_manifest(damaged, of("versions", **{script: script}))
+    manifest = _format.read_manifest("test", damaged)
+    manifest["settings"] |= {script: script, **described}
+    manifest["versions"][script] = script
+    _format.write_manifest(damaged, manifest)
     scores: Any = {script: 0.5}
     prediction = optax_smile.Prediction(None, np.zeros(5), uncertainty=None)
     report.store(damaged, "test", prediction, targets=np.zeros(5), scores=scores)

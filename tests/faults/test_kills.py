@@ -1,7 +1,7 @@
 """A run that is killed at any moment loses no draw and ends with the bits of one never killed.
 
-Three forms of it: a plain run, one on a mesh of two devices, and one whose start is trained in the
-same directory. Started as a script this file is the run: `python test_kills.py LIFE COMPILED`.
+Forms: `sample`, a loop over `Run`, a loop on a mesh of two devices, and one whose start is trained.
+Started as a script this file is the run: `python test_kills.py LIFE COMPILED`.
 """
 
 import functools
@@ -19,14 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from jax.sharding import AxisType
 
 import optax_smile
 
-FORMS = ("plain", "mesh", "warm start")
+FORMS = ("sample", "loop", "mesh", "warm start")
 # Seconds at every step and epoch: 60 of them outlast a life of up to a second on any machine.
 PAUSE, DRAWS_PER_LIFE = 0.02, 60
-CHAINS, DEVICES, EPOCHS = 4, 2, 100
+CHAINS, DEVICES, EPOCHS, WARMUP = 4, 2, 100, 5
 # Kills of a whole campaign, and of its quick form.
 KILLS, FEW_KILLS = 25, 5
 # Seconds that a run may take to start; a machine that compiles the first time needs some.
@@ -88,7 +89,7 @@ def noisy_loss(params, batch, *, key):
 
 
 def run(life: Life, tell=lambda: None) -> Any:
-    """Draws of one of the three forms; `tell` is called at every epoch and step."""
+    """Draws of one of the forms; `tell` is called at every epoch and draw."""
     generator = np.random.default_rng(0)
     x = generator.normal(size=(7, 20, 2)).astype(np.float32)
     y = (x.sum(axis=-1) + generator.normal(size=(7, 20))).astype(np.float32)
@@ -114,20 +115,18 @@ def run(life: Life, tell=lambda: None) -> Any:
         devices = jax.devices()[:DEVICES]
         mesh = jax.make_mesh((DEVICES,), ("chain",), (AxisType.Auto,), devices=devices)
     options: Any = {"integrator": "minimal_norm", "decoherence_length": 0.1}
-    return optax_smile.sample(
-        noisy_loss,
-        params,
-        list(batches),
-        optax_smile.smile(0.02, num_data=140, key=jax.random.key(5), **options),
-        num_warmup=5,
-        num_draws=life.num_draws,
-        thin=1,
-        key=jax.random.key(0),
-        mesh=mesh,
-        directory=life.directory,
-        callback=lambda step, stats: tell(),
-        **both,
-    )
+    sampler = optax_smile.smile(0.02, num_data=140, key=jax.random.key(5), **options)
+    given: Any = {"key": jax.random.key(0), "mesh": mesh, "directory": life.directory, **both}
+    if life.form == "sample":
+        steps: Any = {"num_warmup": WARMUP, "num_draws": life.num_draws, "thin": 1}
+        with runs.watching(lambda step, stats: tell()):
+            return optax_smile.sample(noisy_loss, params, list(batches), sampler, **steps, **given)
+    del given["progress"]
+    with optax_smile.Run(noisy_loss, params, list(batches), sampler, **given) as chains:
+        chains.advance(WARMUP)
+        for _ in chains.draws(life.num_draws):
+            tell()
+        return chains.snapshots()
 
 
 def die_at(place: str, directory: str):
@@ -174,7 +173,10 @@ def main(arguments: str, compiled: str):
 
 def begin(life: Life, compiled: Path) -> subprocess.Popen:
     arguments = [__file__, json.dumps(life), str(compiled)]
-    return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, text=True, env=env
+    )
 
 
 def check_draws(life: Life, expected: Any, at_least: int) -> int:
@@ -190,7 +192,8 @@ def check_draws(life: Life, expected: Any, at_least: int) -> int:
     for name, values in stored.params.items():
         wanted = expected.params[name][:, : len(files)]
         assert (values.dtype, values.tobytes()) == (wanted.dtype, wanted.tobytes())
-    assert stored.trace["step"].tolist() == [list(range(6, 6 + len(files)))] * CHAINS
+    steps = [WARMUP + 1 + draw for draw in range(len(files))]
+    assert stored.trace["step"].tolist() == [steps] * CHAINS
     return len(files)
 
 
@@ -204,7 +207,7 @@ def finish(life: Life, compiled: Path, expected: Any):
 
 @functools.cache
 def expected_of(form: str, num_draws: int) -> Any:
-    return run(Life(form, None, num_draws))
+    return run(Life("sample" if form == "loop" else form, None, num_draws))
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +252,7 @@ NIGHTLY = (pytest.param(form, marks=pytest.mark.nightly) for form in FORMS)
 @pytest.mark.parametrize("form", [pytest.param("quick", marks=pytest.mark.slow), *NIGHTLY])
 def test_kill_at_the_worst_moments(tmp_path, compiled, form, record):
     places = WARM_PLACES if form == "warm start" else QUICK if form == "quick" else PLACES
-    form = "plain" if form == "quick" else form
+    form = "loop" if form == "quick" else form
     life = Life(form, str(tmp_path / "run"), FEW_KILLS * DRAWS_PER_LIFE, minutes=0)
     expected, kept = expected_of(form, life.num_draws), 0
     for place in places:
