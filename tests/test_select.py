@@ -393,12 +393,12 @@ def test_scores_of_tokens_of_impossible_targets_and_of_broken_chains():
     expected = np.log(np.exp(taken).mean(axis=0))[:, :5].mean(axis=1)
     none, (first, second), bad = np.array(-np.inf), outputs, np.full_like(outputs[0], np.nan)
     # Together, one after the other, and in two halves.
-    for sums in (
-        (joined(outputs), none),
-        (none, joined([second], joined([first]))),
-        (joined([first]), joined([second])),
+    for counts, sums in (
+        ((2, 0), (joined(outputs), none)),
+        ((0, 2), (none, joined([second], joined([first])))),
+        ((1, 1), (joined([first]), joined([second]))),
     ):
-        got = selecting._projected((1, 1), sums, 0.0)
+        got = selecting._projected(counts, sums, 0.0)
         np.testing.assert_allclose(got.density, expected, rtol=1e-5, atol=1e-6)
     # NaN of any draw is never forgotten, in whichever part it is.
     one, broken = joined([first]), joined([bad])
