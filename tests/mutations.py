@@ -208,10 +208,23 @@ DEFECTS = r"""
 = examples not spread over the mesh | examples_are_spread
 - after = (DATA,) if size > 1 and divides else ()
 + after = ()
-# chains/sample.py | test_sampling.py
+# chains/run.py | test_sampling.py
 = thin off by one | hand_written and leapfrog
-- (self.setup.num_warmup - step - 1) % self.setup.thin + 1
-+ (self.setup.num_warmup - step) % self.setup.thin + 1
+- return num_warmup + (passed // thin + 1) * thin
++ return num_warmup + (passed // thin + 1) * thin - 1
+# chains/run.py | test_run.py
+= a checkpoint has the position before its batches | every_way
+- self._position = position
++ pass
+= handed out draws are those that are kept | hands_out_copies
+- return jax.tree.map(np.array, _tree.local(self._chains.draw()))
++ return self._kept.draws[-1] if self._num_kept else _tree.local(self._chains.draw())
+= an older loop goes on | wrong_use
+- if self._loop is not loop:
++ if False:
+= a signal ends nothing | signal_in_a_step
+- if signal is not None:
++ if False:
 # chains/_host.py | test_warmstart.py
 = one pass too few is skipped | training_in_pieces
 - for _ in range(passes):

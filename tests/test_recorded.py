@@ -218,7 +218,7 @@ def test_what_fails_reaches_the_user(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"`recorded\(state=...\)` must be what `init` or"):
         tx.update(START[0], sampler().init(START[0]), START[0])
 
-    scaled = recorded()
+    scaled: Any = recorded()
     halved = scaled._replace(
         update=lambda *given: (scaled.update(*given)[0] / 2, scaled.update(*given)[1])
     )

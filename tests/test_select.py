@@ -412,7 +412,8 @@ def test_a_score_of_tokens_and_its_standard_error_count_tokens_not_inputs():
     noise = GENERATOR.normal(size=(200, 9)) - number[:, None] / 9
     padded = np.where(np.arange(9) < number[:, None], noise, np.nan)
     better = padded + 0.5 + GENERATOR.normal(size=(200, 1))
-    first, second, shifted = map(selecting._by_input, (padded, better, padded + 0.25))
+    parts: Any = map(selecting._by_input, (padded, better, padded + 0.25))
+    first, second, shifted = parts
     assert np.mean(first) == pytest.approx(np.nanmean(padded), abs=1e-12)
     rows = GENERATOR.integers(0, 200, (20_000, 200))
     ratios = np.nansum(better - padded, axis=1)[rows].sum(axis=1) / number[rows].sum(axis=1)
