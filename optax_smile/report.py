@@ -259,8 +259,9 @@ def store(
         kept |= {"each": draws.log_density, "each_mean": mean}
     arrays = {field: np.asarray(array) for field, array in kept.items() if array is not None}
     scores = {metric: float(value) for metric, value in scores.items()}
-    header = {"scores": scores, "uncertainty": prediction.uncertainty}
-    _disk.write(directory / FILE.format(name), _disk.pack(header, arrays))
+    file = directory / FILE.format(name)
+    header = {"file": file.name, "scores": scores, "uncertainty": prediction.uncertainty}
+    _disk.write(file, _disk.pack(header, arrays))
 
 
 def main(arguments: list[str] | None = None):

@@ -218,11 +218,13 @@ def test_what_fails_reaches_the_user(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"`recorded\(state=...\)` must be what `init` or"):
         tx.update(START[0], sampler().init(START[0]), START[0])
 
-    scaled: Any = recorded()
-    halved = scaled._replace(
-        update=lambda *given: (scaled.update(*given)[0] / 2, scaled.update(*given)[1])
-    )
-    fit(halved, START[0], NUM_WARMUP + THIN)
+    scaled = recorded()
+
+    def halve(*given):
+        updates, state = scaled.update(*given)
+        return optax.tree.scale(0.5, updates), state
+
+    fit(scaled._replace(update=halve), START[0], NUM_WARMUP + THIN)
     with pytest.raises(ValueError, match="the loop changed the updates"):
         scaled.draws()
 

@@ -426,7 +426,7 @@ def _score(
             counts[half] += predictor.count
             scored = step
             if file is not None:
-                header = {"end": end, "scored": scored, "counts": counts}
+                header = {"file": file.name, "end": end, "scored": scored, "counts": counts}
                 _disk.write(file, _disk.pack(header, {"early": sums[0], "late": sums[1]}))
     run.checkpoint()
     if run.num_steps != end or not scored:
