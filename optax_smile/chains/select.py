@@ -181,13 +181,14 @@ def select(
     standard errors below the LPPD that another finalist had, this one runs as many steps, and
     `select` chooses again. Start from trained networks: who improves late may be dropped.
 
+    Arguments not listed are those of `sample`.
+
     Args:
-        loss_fn, params, num_warmup, num_draws, thin, key, stochastic, per_chain,
-        steps_per_dispatch, mesh, specs, check: see `sample`.
         batches: iterable of batches; no iterator, since each candidate iterates over it.
         candidates: dict of samplers and Optax optimizers by name, such as those of
             `local.network_candidates`, or `{f"{T:g}": psmile(..., temperature=T) for T in (...)}`.
-        apply_fn, likelihood, batch_size: see `predict`.
+        apply_fn, likelihood: see `predict`.
+        batch_size: validation inputs to run at once, >= 1; None: all.
         validation: pair of inputs and targets that no candidate is trained on. Because they select
             the candidate, do not use them as test data.
         largest_cost: steps of all other candidates until one is chosen, relative to those of a
