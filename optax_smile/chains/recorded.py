@@ -182,6 +182,9 @@ class _Recorder:
     Callbacks run in threads of JAX, where a call of JAX may wait forever. They use NumPy only.
     """
 
+    # Of all recorders, as a lock cannot be copied or pickled.
+    threads = threading.Lock()
+
     def __init__(self, num_warmup: int, thin: int, directory: Path | None):
         self.num_warmup, self.thin, self.directory = num_warmup, thin, directory
         if directory is not None:
@@ -191,7 +194,6 @@ class _Recorder:
         self.failure: BaseException | None = None
         self.settings: Options | None = None
         self.is_blind = False
-        self.threads = threading.Lock()
         self.locked: contextlib.ExitStack | None = None
         self.begin, self.send = _for_all_chains(self._begin), _for_all_chains(self._send)
 
