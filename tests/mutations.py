@@ -217,7 +217,7 @@ DEFECTS = r"""
 - self._position = position
 + pass
 = handed out draws are those that are kept | hands_out_copies
-- return jax.tree.map(np.array, _tree.local(self._chains.draw()))
+- return _tree.local(self._chains.draw())
 + return self._kept.draws[-1] if self._num_kept else _tree.local(self._chains.draw())
 = an older loop goes on | wrong_use
 - if self._loop is not loop:
@@ -229,7 +229,7 @@ DEFECTS = r"""
 = one pass too few is skipped | training_in_pieces
 - for _ in range(passes):
 + for _ in range(passes - 1):
-# chains/_host.py | test_sampling.py
+# chains/_chains.py | test_sampling.py
 = batches of each chain stacked along the chains | several_steps_in_one_go
 - .stack(leaves, axis=axis)
 + .stack(leaves, axis=0)

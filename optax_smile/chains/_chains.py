@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,10 @@ from jax.sharding import Mesh
 
 from optax_smile import _check, _settings, _tree, parallel
 from optax_smile._types import Batch, Output, Tree
-from optax_smile.chains import _checks, _host
+from optax_smile.chains import _checks
 from optax_smile.diagnostics.findings import Check
 from optax_smile.state import find, last_accepted, stats
 
-BatchPer = Literal["gradient", "step"]
 # Entries of the trace besides the statistics of the sampler.
 LOSSES = ("loss", "start_loss")
 # Largest number of entries of a small array. From about 4,000 on, copying costs as much as passing.
@@ -227,7 +226,7 @@ class Chains:
         """Make an update with each batch; those of several steps in one call if shapes agree."""
         stacked = None
         if len(batches) > self.gradients_per_step:
-            stacked = _host.stack(batches, axis=int(self.per_chain))
+            stacked = _stack(batches, axis=int(self.per_chain))
         if stacked is not None:
             self.packed = self._many(self.packed, self._losses.put(stacked, stacked=True))
         else:
@@ -255,6 +254,18 @@ class Chains:
     def draw(self) -> Tree:
         """Return the last accepted step ends, `[chain, ...]`."""
         return self._draw(self.packed)
+
+
+def _stack(batches: Sequence[Batch], axis: int) -> Batch | None:
+    """Stack batches along a new axis; None if their shapes differ."""
+
+    def join(*leaves):
+        return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves, axis=axis)
+
+    try:
+        return jax.tree.map(join, *batches)
+    except ValueError:
+        return None
 
 
 def _call_of_chain(

@@ -16,7 +16,6 @@ from optax_smile import _check, _tree, parallel
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _program
-from optax_smile.chains._host import Stream
 from optax_smile.diagnostics.findings import Check, chooser
 from optax_smile.potential import Potential, excess_loss, least_excess_loss
 from optax_smile.state import MOST_RISE, SamplerState, find
@@ -522,35 +521,6 @@ def _num_distinct(batches: Sequence[Batch], per_chain: bool) -> int:
         for example in zip(*leaves, strict=True):
             hashes.add(hash(b"".join(np.ascontiguousarray(x).tobytes() for x in example)))
     return len(hashes)
-
-
-def watched(
-    where: str, stream: Stream, per_chain: bool, warns: bool, misfit: Callable[[Batch], str]
-) -> Iterator[Batch]:
-    """Yield batches up to an unusable one, and warn once of a batch of another size.
-
-    `misfit` says why the loss does not take a batch of new shapes, "" if it does. In the end
-    `stream.defect` says what was wrong with the last batch, "" if nothing.
-    """
-    structure, first, known = None, None, set()
-    for batch in stream:
-        structure = jax.tree.structure(batch) if structure is None else structure
-        reason = defect(batch, structure, per_chain)
-        shapes = tuple(map(np.shape, jax.tree.leaves(batch)))
-        # The caller checks the loss on the first batch.
-        if not reason and known and shapes not in known:
-            reason = misfit(batch)
-        known.add(shapes)
-        if reason:
-            stream.defect = f"batch {stream.taken} of pass {stream.passes + 1} {reason}"
-            return
-        rows = size(batch, per_chain)
-        if rows is not None and warns:
-            first = rows if first is None else first
-            check = unequal([first, rows])
-            warns = check.passed
-            warn_if_failed(where, check)
-        yield batch
 
 
 # The gradients. The state of a sampler keeps a fingerprint of the gradient that it received last:

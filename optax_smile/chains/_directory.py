@@ -289,13 +289,6 @@ def how_to_resume(directory: object) -> str:
     return f"A checkpoint is in {directory}: repeat the call to resume."
 
 
-def check_real(where: str, folder: Path):
-    """Require a folder inside of a directory, no link or file in its place, if there is one."""
-    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
-        rule = f"a directory whose {folder.name} is a folder"
-        _check.fail(where, "directory", rule, f"{folder}, a link or file")
-
-
 def check_names(where: str, argument: str, tree: Tree):
     """Require keys of a tree that can be written to a file."""
     for path, _ in jax.tree_util.tree_leaves_with_path(tree):

@@ -1,4 +1,4 @@
-"""What the host loops of `sample` and `warmstart` share: batches, signals, the progress bar."""
+"""What the host loops of `Run` and `warmstart` share: batches and signals."""
 
 import base64
 import contextlib
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_smile import _check, _tree
@@ -127,18 +126,6 @@ def skip_passes(batches: Iterable[Batch], passes: int):
             pass
 
 
-def stack(batches: Sequence[Batch], axis: int) -> Batch | None:
-    """Stack batches along a new axis; None if their shapes differ."""
-
-    def join(*leaves):
-        return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves, axis=axis)
-
-    try:
-        return jax.tree.map(join, *batches)
-    except ValueError:
-        return None
-
-
 # Signals that end a run in order.
 SIGNALS = "SIGINT", "SIGTERM"
 
@@ -177,48 +164,3 @@ def stop_signals() -> Iterator[Callable[[], str | None]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class Bar(contextlib.AbstractContextManager["Bar"]):
-    """A progress bar by tqdm; does nothing if not wanted or if tqdm is not installed.
-
-    Args:
-        total: amount of work.
-        label: text before the bar.
-        show: whether to show it.
-        compiles: whether it says "compiling" until `begin`.
-    """
-
-    def __init__(self, total: int, label: str, show: bool, *, compiles: bool = False):
-        self._bar = None
-        self._compiles = compiles
-        if show and not jax.process_index():
-            with contextlib.suppress(ImportError):
-                from tqdm.auto import tqdm
-
-                self._bar = tqdm(total=total, desc=label)
-                if compiles:
-                    self._bar.set_postfix_str("compiling")
-
-    def begin(self):
-        """Clear "compiling" after the first step."""
-        if self._bar is not None and self._compiles:
-            self._bar.set_postfix_str("")
-        self._compiles = False
-
-    def show(self, done: int, **figures: object):
-        """Set the amount of work done, and show some figures."""
-        if self._bar is not None:
-            self._bar.set_postfix(figures, refresh=False)
-            self._bar.total = max(self._bar.total, done)
-            self._bar.update(done - self._bar.n)
-
-    def end(self, why: str):
-        """Say why the work ends before all of it is done."""
-        if self._bar is not None:
-            self._bar.total = self._bar.n
-            self._bar.set_postfix_str(f"{self._bar.postfix}, {why}")
-
-    def __exit__(self, *_: object):
-        if self._bar is not None:
-            self._bar.close()

@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import compress, islice
-from typing import cast
+from typing import Literal, cast
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from optax_smile import _check, _table, _tree, parallel
 from optax_smile._types import Batch, Output, Tree, Unchecked
 from optax_smile._warn import warn
 from optax_smile.chains import _checks, _host, _optimizer
-from optax_smile.chains._chains import BatchPer, Chains
+from optax_smile.chains._chains import Chains
 from optax_smile.chains._directory import (
     DirectoryRun,
     MemoryRun,
@@ -29,6 +29,7 @@ from optax_smile.chains._directory import (
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
+BatchPer = Literal["gradient", "step"]
 RESTART = "A generator cannot be restarted: pass a list."
 # Steps between two times at which several processes agree on signals and checkpoints.
 AGREE_EVERY = 100
@@ -171,7 +172,7 @@ class Run:
         if is_list:
             num_data = (self._chains.settings or {}).get("num_data")
             _checks.check_list(self.where, batches, num_data, per_chain, check)
-        self._checked = _checks.watched(
+        self._checked = _usable(
             self.where, self._stream, per_chain, check and not is_list, self._chains.misfit
         )
         self._num_gradients = self._num_kept = 0
@@ -185,51 +186,37 @@ class Run:
         self._signal: Callable[[], str | None] | None = None
         self._refusal = ""  # Why the run cannot go on.
         self._has_warned = False
+        start, settings = self._chains.draw(), self._chains.settings
         closing = contextlib.ExitStack()
         self._close = weakref.finalize(self, closing.close)
         try:
-            self._kept = self._open(
-                key, batch_per, stochastic, per_chain, resume, checkpoint_minutes, dtype, closing
-            )
+            self._kept: MemoryRun | DirectoryRun
+            if directory is None:
+                self._kept = MemoryRun(_tree.local(start), settings)
+            else:
+                same = {
+                    "batch_per": batch_per,
+                    "stochastic": stochastic,
+                    "per_chain": per_chain,
+                    "sampler": settings,
+                    "key": np.asarray(jax.random.key_data(key)).tolist(),
+                    "batches": describe_batches("sample", batches),
+                }
+                self._kept = DirectoryRun(
+                    directory,
+                    start,
+                    same,
+                    dtype=dtype,
+                    resume=resume,
+                    minutes=checkpoint_minutes,
+                    closing=closing,
+                )
             self._resume()
         except BaseException:
             self._close()
             raise
         if self._is_optimizer and self.announces:
             warn(f"`{self.where}`: {_optimizer.ANNOUNCEMENT}")
-
-    def _open(
-        self,
-        key: jax.Array,
-        batch_per: BatchPer,
-        stochastic: bool,
-        per_chain: bool,
-        resume: bool,
-        minutes: float,
-        dtype: str | None,
-        closing: contextlib.ExitStack,
-    ) -> MemoryRun | DirectoryRun:
-        """Make the place for the draws."""
-        start, sampler = self._chains.draw(), self._chains.settings
-        if self._directory is None:
-            return MemoryRun(_tree.local(start), sampler)
-        settings = {
-            "batch_per": batch_per,
-            "stochastic": stochastic,
-            "per_chain": per_chain,
-            "sampler": sampler,
-            "key": np.asarray(jax.random.key_data(key)).tolist(),
-            "batches": describe_batches("sample", self._batches),
-        }
-        return DirectoryRun(
-            self._directory,
-            start,
-            settings,
-            dtype=dtype,
-            resume=resume,
-            minutes=minutes,
-            closing=closing,
-        )
 
     def _resume(self):
         """Continue from the newest checkpoint, or write the first one."""
@@ -281,7 +268,7 @@ class Run:
         With `aux` it is `{"params": ..., "aux": ...}`. In a run of several processes, each gets its
         own chains.
         """
-        return jax.tree.map(np.array, _tree.local(self._chains.draw()))
+        return _tree.local(self._chains.draw())
 
     @_check.arguments("Run.advance", num_steps=_check.Whole(0))
     @_method
@@ -563,6 +550,35 @@ class Run:
         rule = f"a list, which is restarted, or batches for {needed} gradients"
         advice = RESTART if taken else ""
         _check.fail("sample", "batches", rule, f"{taken or 'no'} batches", advice)
+
+
+def _usable(
+    where: str, stream: _host.Stream, per_chain: bool, warns: bool, misfit: Callable[[Batch], str]
+) -> Iterator[Batch]:
+    """Yield batches up to an unusable one, and warn once of a batch of another size.
+
+    `misfit` says why the loss does not take a batch of new shapes, "" if it does. In the end
+    `stream.defect` says what was wrong with the last batch, "" if nothing.
+    """
+    structure, first, known = None, None, set()
+    for batch in stream:
+        structure = jax.tree.structure(batch) if structure is None else structure
+        reason = _checks.defect(batch, structure, per_chain)
+        shapes = tuple(map(np.shape, jax.tree.leaves(batch)))
+        # The caller checks the loss on the first batch.
+        if not reason and known and shapes not in known:
+            reason = misfit(batch)
+        known.add(shapes)
+        if reason:
+            stream.defect = f"batch {stream.taken} of pass {stream.passes + 1} {reason}"
+            return
+        rows = _checks.size(batch, per_chain)
+        if rows is not None and warns:
+            first = rows if first is None else first
+            check = _checks.unequal([first, rows])
+            warns = check.passed
+            _checks.warn_if_failed(where, check)
+        yield batch
 
 
 def _check_unaltered(stats: Mapping[str, np.ndarray]):

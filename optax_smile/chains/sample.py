@@ -11,11 +11,10 @@ import optax
 from jax.sharding import Mesh
 
 from optax_smile import _check
+from optax_smile._bar import Bar
 from optax_smile._types import Batch, Output, Tree
 from optax_smile._warn import warn
-from optax_smile.chains import _host
-from optax_smile.chains._chains import BatchPer
-from optax_smile.chains.run import Interrupted, Run
+from optax_smile.chains.run import BatchPer, Interrupted, Run
 from optax_smile.draws._format import StoredDtype
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
@@ -185,7 +184,7 @@ def sample(
             checkpoint_minutes=checkpoint_minutes,
             dtype=dtype,
         ) as run,
-        _host.Bar(num_warmup + num_draws * thin, "sampling", progress, compiles=True) as bar,
+        Bar(num_warmup + num_draws * thin, "sampling", progress, compiles=True) as bar,
         run.heeding(),
     ):
         _check_warmup(run, num_warmup)
@@ -232,7 +231,7 @@ def _check_warmup(run: Run, num_warmup: int):
         _check.fail("sample", "num_warmup", f"{rule}, as in this run", num_warmup, advice)
 
 
-def _show(bar: _host.Bar, run: Run):
+def _show(bar: Bar, run: Run):
     """Update the progress bar."""
     bar.begin()
     stats = run.stats

@@ -16,11 +16,10 @@ import optax
 from jax.sharding import Mesh
 
 from optax_smile import _check, _disk, _settings, _tree
+from optax_smile._bar import Bar
 from optax_smile._table import aligned
 from optax_smile._types import Batch, Options, Output, Tree, Unchecked, by_identity
 from optax_smile._warn import warn
-from optax_smile.chains import _host
-from optax_smile.chains._directory import check_real
 from optax_smile.chains.run import Interrupted, Run
 from optax_smile.draws import _checks as _draw_checks
 from optax_smile.draws.likelihoods import Likelihood
@@ -260,7 +259,7 @@ def select(
         start_lppd = _mean(_by_input(start.log_density))
         if folder is not None:
             for name in candidates:
-                check_real("select", folder / name)
+                _disk.check_real("select", folder / name)
         shapes = _tree.shapes_of_one(params)
         settings = {name: _settings.of(x, shapes) or {} for name, x in candidates.items()}
         # The LPPD identifies inputs, targets, likelihood, model and start.
@@ -269,7 +268,7 @@ def select(
         found = _read(folder, identity)
         done = {x: end for (end, _), scores in zip(rounds, found, strict=True) for x in scores}
         total = plan.end + sum(end * num_dropped for end, num_dropped in rounds)
-        bar = closing.enter_context(_host.Bar(total, "selecting", progress, compiles=True))
+        bar = closing.enter_context(Bar(total, "selecting", progress, compiles=True))
 
         def show(name: str, step: int):
             done[name] = step

@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh
 
 from optax_smile import _check, _settings, _tree, parallel
+from optax_smile._bar import Bar
 from optax_smile._disk import Json
 from optax_smile._types import Batch, Output, Tree
 from optax_smile._warn import warn
@@ -208,7 +209,7 @@ def warmstart(
             checkpoints = _open(Path(directory), checkpoint_minutes, closing, identity, members)
             if restored := checkpoints.restore(members):
                 members, epoch = restored[0], restored[1]["epoch"]
-        bar = closing.enter_context(_host.Bar(num_epochs, "warm start", progress, compiles=True))
+        bar = closing.enter_context(Bar(num_epochs, "warm start", progress, compiles=True))
         stop_requested = closing.enter_context(_host.stop_signals())
         if epoch < num_epochs and not _are_done(members, patience):
             _host.skip_passes(batches, epoch)

@@ -12,9 +12,10 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _tree
+from optax_smile._bar import Bar
 from optax_smile._table import aligned
 from optax_smile._types import Batch, Tree, by_identity
-from optax_smile.chains import _checks, _host, _optimizer
+from optax_smile.chains import _checks, _optimizer
 from optax_smile.chains.run import Run
 from optax_smile.potential import START
 from optax_smile.samplers.smile import psmile
@@ -247,7 +248,7 @@ def local_precision(
         return precision, *map(float, found)
 
     tried = [run(1 / _width(where, observe, chains, typed, allowed) ** 2)]
-    with _host.Bar(max_runs, "precisions", progress) as bar:
+    with Bar(max_runs, "precisions", progress) as bar:
         while len(tried) < max_runs and not 1 / NEAR <= tried[-1][1] / allowed <= NEAR:
             bar.show(len(tried), last=f"{tried[-1][0]:.3g}", excess=f"{tried[-1][1]:.3g}")
             tried.append(run(_next(tried, allowed)))

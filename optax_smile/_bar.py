@@ -1,0 +1,50 @@
+"""The progress bar."""
+
+import contextlib
+
+import jax
+
+
+class Bar(contextlib.AbstractContextManager["Bar"]):
+    """A progress bar by tqdm; does nothing if not wanted or if tqdm is not installed.
+
+    Args:
+        total: amount of work.
+        label: text before the bar.
+        show: whether to show it.
+        compiles: whether it says "compiling" until `begin`.
+    """
+
+    def __init__(self, total: int, label: str, show: bool, *, compiles: bool = False):
+        self._bar = None
+        self._compiles = compiles
+        if show and not jax.process_index():
+            with contextlib.suppress(ImportError):
+                from tqdm.auto import tqdm
+
+                self._bar = tqdm(total=total, desc=label)
+                if compiles:
+                    self._bar.set_postfix_str("compiling")
+
+    def begin(self):
+        """Clear "compiling" after the first step."""
+        if self._bar is not None and self._compiles:
+            self._bar.set_postfix_str("")
+        self._compiles = False
+
+    def show(self, done: int, **figures: object):
+        """Set the amount of work done, and show some figures."""
+        if self._bar is not None:
+            self._bar.set_postfix(figures, refresh=False)
+            self._bar.total = max(self._bar.total, done)
+            self._bar.update(done - self._bar.n)
+
+    def end(self, why: str):
+        """Say why the work ends before all of it is done."""
+        if self._bar is not None:
+            self._bar.total = self._bar.n
+            self._bar.set_postfix_str(f"{self._bar.postfix}, {why}")
+
+    def __exit__(self, *_: object):
+        if self._bar is not None:
+            self._bar.close()
