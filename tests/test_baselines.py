@@ -102,7 +102,7 @@ def test_training_that_was_cut_off_goes_on(cut, tmp_path, monkeypatch):
         assert_same(baseline(run, {}).params, whole.params)
     if cut > 7:
         other = run._replace(settings=dataclasses.replace(SETTINGS, thin=3))
-        with pytest.raises(ValueError, match=r"thin=...\)` must be 2, as in the run in .*, got 3"):
+        with pytest.raises(ValueError, match=r"thin=...\)` must be 2, as for the draws .*, got 3"):
             baseline(other, {})
 
 
