@@ -1,14 +1,14 @@
 """Sample the weights of a Keras model in `model.fit`, with a sampler as a `keras.Optimizer`.
 
 AdamW trains a network of 16 units on 64 points of sin(3 x); `psmile` then samples it. The state of
-the chain is in variables of Keras, so a saved model goes on with its chain.
+the chain is in variables of Keras. What to avoid is in docs/recipes/keras.md.
 
     KERAS_BACKEND=jax python examples/keras_fit.py        # a minute; f(0.5) is 1.0 within 0.1
-What to avoid is in docs/recipes/keras.md.
 """
 
 import operator
-import types
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -36,7 +36,7 @@ class Sampler(keras.Optimizer):
         tx = optax_smile.recorded(tx, num_warmup=num_warmup, thin=thin)
         given = {"sampler": sampler, "num_warmup": num_warmup, "thin": thin, "angle": angle}
         # In an object, since Keras would rebuild tuples and dicts that are attributes.
-        self.own = types.SimpleNamespace(tx=tx, config={"name": name, **given, **arguments})
+        self.own = SimpleNamespace(tx=tx, config={"name": name, **given, **arguments})
 
     def build(self, variables):
         """Start a chain at the current weights."""
@@ -76,15 +76,15 @@ def mean_loss(y, prediction):
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     x = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
-    y = np.sin(3 * x) + 0.1 * np.random.default_rng(0).normal(size=x.shape).astype(np.float32)
+    y = np.sin(3 * x) + 0.1 * np.random.default_rng(0).normal(size=x.shape)
     keras.utils.set_random_seed(2)
-    dense = keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)
-    model: Any = keras.Sequential([keras.Input((1,)), *dense])
+    model: Any = keras.Sequential([keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)])
     model.compile(keras.optimizers.AdamW(0.01), mean_loss)
     model.fit(x, y, batch_size=16, epochs=200, verbose=0)
     model.compile(Sampler("psmile", num_warmup=2_000, thin=10, num_data=64, key=0), mean_loss)
     model.fit(x, y, batch_size=16, epochs=1_000, verbose=0)
-    draws, at = model.optimizer.draws(), np.array([[0.5]], np.float32)
+    draws, at = model.optimizer.draws(), np.array([[0.5]])
     found = np.array([model.stateless_call(weights, [], at)[0][0, 0] for weights in draws])
     print(f"f(0.5) = {found.mean():.2f} ± {found.std():.2f} from {len(found)} draws")

@@ -16,6 +16,7 @@ Source: Watanabe, JMLR 2013; Lau et al., The local learning coefficient, AISTATS
 """
 
 import math
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -187,6 +188,7 @@ def estimate(
 
 def main():
     """Estimate the coefficient of sum w^4 with 60 weights, 15."""
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     weights, batches = jnp.zeros(60), [np.zeros(1)]
     given: Any = {"num_data": 10**6, "localization": 0.0, "key": 0}
     print(estimate(lambda w, batch: jnp.sum(w**4), weights, batches, **given))

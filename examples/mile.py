@@ -107,7 +107,8 @@ def tune(loss_fn, theta, num_steps, phases=PHASES, energy_variance=ENERGY_VARIAN
 
 def main():
     """Train, tune, sample, and print the scores on test data."""
-    parser = argparse.ArgumentParser()
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("--data", default="energy", choices=["energy", "airfoil", "diabetes"])
     parser.add_argument("--smoke", action="store_true", help="run a minute")
     given = parser.parse_args()

@@ -24,6 +24,7 @@ The script samples a linear regression whose posterior is known. It runs in seco
     python examples/own_sampler.py
 """
 
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from typing import Any, NamedTuple
 
 import jax
@@ -142,6 +143,7 @@ def sgnht(
 
 def main():
     """Sample a linear regression, and print its posterior by draws and in closed form."""
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     rng = np.random.default_rng(0)
     x = rng.normal(size=(600, 3)).astype(np.float32)
     y = x @ np.array([1.0, -2.0, 0.5], np.float32) + rng.normal(size=600).astype(np.float32)

@@ -28,6 +28,7 @@ Waudby-Smith and Ramdas 2024.
 """
 
 import math
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,6 +111,7 @@ def sample_until_settled(
 
 def main():
     """Sample a small network for the diabetes data, and stop early."""
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     x, y = map(np.asarray, load_diabetes(return_X_y=True))
     x, y = (x / x.std(axis=0)).astype(np.float32), ((y - y.mean()) / y.std()).astype(np.float32)
     train, held_out = (x[:300], y[:300]), (x[300:], y[300:])
@@ -133,9 +135,8 @@ def main():
         each = jax.scipy.stats.norm.logpdf(held_out[1], mean, jnp.exp(log_std))
         return jax.nn.logsumexp(each, axis=0) - jnp.log(len(each))
 
-    start = optax_smile.warmstart(
-        loss_fn, init_fn, [train], optax.adam(1e-2), num_members=4, num_epochs=100, key=0
-    )
+    given = loss_fn, init_fn, [train], optax.adam(1e-2)
+    start = optax_smile.warmstart(*given, num_members=4, num_epochs=100, key=0)
     sampler = optax_smile.psmile(num_data=len(train[0]), key=0)
     with optax_smile.Run(loss_fn, start, [train], sampler, key=0) as run:
         run.advance(1_000)

@@ -341,7 +341,7 @@ def sampled(
         tx, draws = wrap(sampler(**arguments)), None
         for end in ends:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "`sample` ended early")
+                warnings.filterwarnings("ignore", "`sample` (ended early|was stopped by SIGINT)")
                 draws = optax_smile.sample(
                     loss_fn, params, batches, tx, num_warmup=NUM_WARMUP, key=0, thin=THIN,
                     num_draws=(end - NUM_WARMUP) // THIN, **options,

@@ -81,10 +81,7 @@ class Run:
     If there are several processes, all of them must make the same calls, and leave a loop at the
     same draw.
 
-    Args:
-        loss_fn, params, batches, sampler, key, aux, stochastic, per_chain, batch_per,
-        steps_per_dispatch, mesh, specs, directory, resume, check, checkpoint_minutes, dtype: see
-            `sample`.
+    The arguments are those of `sample` without `num_warmup`, `num_draws`, `thin` and `progress`.
 
     Raises:
         ValueError: see `sample`.
