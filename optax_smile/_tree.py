@@ -213,8 +213,13 @@ def reduce(
 ) -> list[jax.Array]:
     """Reduce arrays of one shape over some axes in one pass; `function` keeps 0 as it is."""
     zeros = tuple(jnp.zeros((), x.dtype) for x in arrays)
-    combine = functools.partial(jax.tree.map, function)
-    return list(jax.lax.reduce(tuple(arrays), zeros, combine, axes))
+    return list(jax.lax.reduce(tuple(arrays), zeros, _combine(function), axes))
+
+
+@functools.cache
+def _combine(function: Callable) -> Callable:
+    """Apply a function to each of several numbers; JAX compiles once for the same object."""
+    return functools.partial(jax.tree.map, function)
 
 
 def _signed(leaf: jax.Array, inside: np.ndarray | None = None) -> list[jax.Array]:

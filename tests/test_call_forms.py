@@ -1,8 +1,6 @@
 """Each way in which loops call `update`: the same chain as in a loop that passes everything."""
 
 import functools
-import gc
-import weakref
 from typing import Any
 
 import chex
@@ -18,7 +16,6 @@ from flax import nnx  # noqa: F401
 from test_contract import SHARED, make
 
 import optax_smile
-from optax_smile.samplers import _eager
 
 CALLS, KEY = 12, jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -224,63 +221,16 @@ def test_eager_calls_equal_compiled_ones_to_the_bit(case):
         chex.assert_trees_all_equal((updates, states[0]), (wanted, states[1]))
 
 
-@pytest.fixture
-def programs(monkeypatch):
-    monkeypatch.setattr(_eager, "_PROGRAMS", {})
-    return _eager._PROGRAMS
-
-
-def test_200_calls_and_100_samplers_compile_once(programs):
-    """Through `inject_hyperparams`, which builds its sampler in every call."""
-    tx = injected(track_params=True)
+@pytest.mark.parametrize("build", [sghmc, injected])
+def test_eager_calls_compile_nothing_after_the_first(build, caplog):
+    """Also through `inject_hyperparams`, which builds its sampler in every call."""
+    tx = build(track_params=True)
     state = tx.init(START)
-    for _ in range(200):
-        _, state = tx.update(START, state)
-    for number in range(100):
-        tx = optax_smile.sgld(jnp.float32(1e-4 * (number + 1)), num_data=100, key=number)
-        tx.update(START, tx.init(START), START)
-    assert [program._cache_size() for program in programs.values()] == [1, 1]
-    assert stats(state).num_gradients == 200
-
-
-def test_programs_go_with_their_functions_and_are_few(programs, monkeypatch):
-    def prior(params, scale=1.0):
-        return -sum(jnp.sum(x**4) for x in jax.tree.leaves(params)) * scale
-
-    def build(log_prior, num_data=9):
-        tx = optax_smile.sgld(
-            1e-4, num_data=num_data, key=0, prior_precision=0, log_prior=log_prior
-        )
-        tx.update(START, tx.init(START), START)
-
-    own = functools.partial(prior, scale=2.0)
-    build(own)
-    build(prior)
-    assert len(programs) == 2
-    gone = weakref.ref(own)
-    del own
-    gc.collect()
-    assert gone() is None and len(programs) == 1
-    monkeypatch.setattr(_eager, "MOST_PROGRAMS", 2)
-    for num_data in (9, 10, 9, 11):
-        build(prior, num_data)
-    assert len(programs) == 2 and "'10'" not in str([key[2] for key in programs])
-
-
-def test_each_function_has_a_program_of_its_own(programs):
-    def prior(params, scale=1.0):
-        return -sum(jnp.sum(x**4) for x in jax.tree.leaves(params)) * scale
-
-    own: Any = functools.partial(prior, scale=2.0)
-    functions: list[Any] = [prior, own, prior]
-    found = []
-    for log_prior in functions:
-        tx = optax_smile.sgld(1e-4, num_data=9, key=0, prior_precision=0, log_prior=log_prior)
-        updates: Any = tx.update(START, tx.init(START), START)[0]
-        found.append(updates["mean"])
-    assert len(programs) == 2
-    np.testing.assert_array_equal(found[0], found[2])
-    assert np.all(found[0] != found[1])
+    for number in range(3):
+        with jax.log_compiles(number == 2):
+            _, state = tx.update(START, state)
+    assert stats(state).num_gradients == 3
+    assert "Compiling" not in caplog.text
 
 
 # Trees.

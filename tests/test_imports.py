@@ -77,7 +77,7 @@ ROOMS = {
     "report": {"draws", "diagnostics", "metrics", "plots"},
     "interop": {"chains", "diagnostics", "draws", "samplers", "stages", "state"},
 }
-SHARED = "_call", "_chain", "_eager", "_langevin", "_leaves", "_microcanonical"
+SHARED = "_call", "_chain", "_langevin", "_leaves", "_microcanonical"
 
 
 def room_of(module):

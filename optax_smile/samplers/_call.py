@@ -13,7 +13,7 @@ import optax
 from optax_smile import _check, _settings, _tree, potential
 from optax_smile._types import Options, StepSize, Tree, Unchecked
 from optax_smile.potential import PerParameter, Potential
-from optax_smile.samplers import _chain, _eager, _leaves
+from optax_smile.samplers import _chain, _leaves
 from optax_smile.samplers._chain import ChainState, Dynamics
 from optax_smile.state import check_format, is_ready
 
@@ -68,8 +68,6 @@ def sampler(
             *args: Arguments.args, **kwargs: Arguments.kwargs
         ) -> optax.GradientTransformationExtraArgs:
             dynamics, given = build(*args, **kwargs), _bound(signature, args, kwargs)
-            arguments = given | ({"key": dynamics.seed} if "key" in given else {})
-            recipe = _eager.Recipe(build, arguments)
 
             def temperature(params: optax.Params) -> Options:
                 found = potential.of_chain(dynamics.posterior, params, None)
@@ -77,7 +75,9 @@ def sampler(
 
             settings = {"name": where, **fixed, **given, **dynamics.chosen}
             init = _settings.reporting(_init(dynamics), settings, temperature)
-            return optax.GradientTransformationExtraArgs(init, _update(dynamics, recipe))
+            return optax.GradientTransformationExtraArgs(
+                init, _update(dynamics, _compiled(dynamics.update, given))
+            )
 
         # Users see the type that they get, not that of the definition.
         returned = optax.GradientTransformationExtraArgs
@@ -113,7 +113,29 @@ def _init(dynamics: Dynamics) -> optax.TransformInitFn:
     return init
 
 
-def _update(dynamics: Dynamics, recipe: _eager.Recipe) -> Callable:
+def _compiled(update: Callable, arguments: Options) -> Callable:
+    """Compile `update` where a loop calls it outside of `jax.jit`.
+
+    `optax.inject_hyperparams` makes its numbers arrays and builds a sampler in every call, which
+    would be compiled each time.
+    """
+
+    def is_injected(leaf: object) -> bool:
+        is_array = isinstance(leaf, jax.Array) and leaf.ndim == 0
+        return is_array and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+    if any(map(is_injected, jax.tree.leaves(arguments))):
+        return update
+    program = jax.jit(update)
+
+    def run(*given: Tree) -> Tree:
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given))
+        return update(*given) if is_traced else program(*given)
+
+    return run
+
+
+def _update(dynamics: Dynamics, run: Callable) -> Callable:
     """Make the `update` that a loop calls: check its arguments, then run the call."""
     where = f"{dynamics.name}.update"
 
@@ -136,7 +158,7 @@ def _update(dynamics: Dynamics, recipe: _eager.Recipe) -> Callable:
         if is_ready(state.sampled.is_inconsistent):
             state.sampled.require_consistent(where)
         moving, params = _leaves.select(where, updates, params, state.like_params)
-        displacement, after = recipe.run(dynamics.update, moving, state, params, value)
+        displacement, after = run(moving, state, params, value)
         is_inconsistent = after.sampled.is_inconsistent
         if is_ready(is_inconsistent) and np.asarray(is_inconsistent).any():
             _explain(where, state, moving)
