@@ -94,9 +94,6 @@ class Inputs(_check.Tree):
         return super().__call__(where, argument, _tree.as_numeric(where, argument, value), given)
 
 
-INPUTS = Inputs()
-
-
 @dataclass(frozen=True)
 class Targets(Inputs):
     """Arrays as long as `inputs`; a single one for a named likelihood."""

@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 # Constraints of the arguments of both `predict` and `Predictor`.
 READ: dict[str, _check.Constraint] = {
     "apply_fn": _check.Function("(params, inputs)"),
-    "inputs": _checks.INPUTS,
+    "inputs": _checks.Inputs(),
     "likelihood": _checks.Reading(),
     "targets": _checks.Targets(),
     "batch_size": _check.Whole(1) | None,
