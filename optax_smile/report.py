@@ -133,7 +133,9 @@ def _judgement(run: StoredSnapshots, stored: list[Stored]) -> Iterator[str]:
     mark = f"<span>{len(summary.findings)} found</span>" * bool(summary.findings)
     by = f"the prediction “{of.name}”" if of else "weights: `store` added none of all draws"
     yield f"<h2>Can the chains be trusted? {mark}</h2><p>Judged by {html.escape(by)}.</p>"
-    yield f'<div class="wide">{summary._repr_html_()}</div>'
+    table, _, notes = str(summary).partition("\n\n")
+    yield f'<div class="wide"><pre>{html.escape(table)}</pre></div>'
+    yield f'<p style="white-space: pre-line">{html.escape(notes)}</p>'
 
 
 def _figure(draw: Callable[..., object], caption: str) -> str:

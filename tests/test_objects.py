@@ -1,11 +1,8 @@
 """What draws, predictions and summaries look like, and how draws are counted."""
 
-import collections
 import dataclasses
 import functools
-import html
 import inspect
-import re
 from typing import Any
 
 import jax
@@ -92,7 +89,7 @@ def test_stored_draws_are_read_one_by_one(stored, monkeypatch):
     read.clear()
     with pytest.raises(IndexError):
         stored[ALL]
-    assert len(repr(stored)) + len(stored._repr_html_()) and read == []
+    assert repr(stored) and read == []
     assert first_entry(next(iter(stored))) == IN_ORDER[0] and read == [0]
 
 
@@ -219,13 +216,9 @@ OBJECTS = {
 @pytest.mark.parametrize("name", [*OBJECTS, "stored"])
 def test_one_to_ten_lines(name, stored):
     shown = stored if name == "stored" else OBJECTS[name]()
-    text, page = repr(shown), shown._repr_html_()
+    text = repr(shown)
     assert 1 <= len(text.splitlines()) <= 10 and max(map(len, text.splitlines())) <= 120
     assert "array(" not in text and " at 0x" not in text
-    tags = collections.Counter(re.findall(r"<(/?\w+)", page))
-    for tag in {tag.strip("/") for tag in tags}:
-        assert tag in {"p", "b", "table", "tr", "th", "td"} and tags[tag] == tags[f"/{tag}"]
-    assert text.splitlines()[0] in html.unescape(re.sub("<[^>]*>", "", page))
 
 
 def test_what_the_lines_say(stored):
@@ -258,10 +251,10 @@ def test_what_is_traced_prints():
 
 
 def test_a_summary_in_short_names_what_is_wrong():
-    text, page = repr(sick()), sick()._repr_html_()
+    text = repr(sick())
     assert "Summary: 9 chains of 50 draws" in text and "LPPD" in text and "-0.5" in text
     assert "median 1.23 within chains, 2.50 across" in text
     assert "Chain 3: problem 3" in text and "problem 4" not in text
     assert "for 5 more findings, and advice" in text
-    assert page.count("&lt;try&gt; this") == 9 and page.count("<tr>") == 1 + 9 + 1
+    assert str(sick()).count("<try> this") == 9
     assert "Nothing looks wrong" in repr(sick(0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import textwrap
 
 import numpy as np
@@ -98,21 +97,9 @@ class Summary:
         return "\n".join([*table, "", *self._notes(), "", *self._judgement()])
 
     def __repr__(self) -> str:
-        return _table.described(self._title(), self._rows())
-
-    def _repr_html_(self) -> str:
-        columns = self._columns()
-        table = _table.in_html(zip(*columns.values(), strict=True), head=columns)
-        texts = (html.escape("\n".join(part)) for part in (self._notes(), self._judgement()))
-        notes, judgement = (f'<p style="white-space: pre-line">{text}</p>' for text in texts)
-        return f"<p><b>{html.escape(self._title())}</b></p>{table}{judgement}{notes}"
-
-    def _title(self) -> str:
+        # What matters most, and the findings without advice.
         chains = _table.counted(len(self.step_size_trend), "chain")
-        return f"Summary: {chains} of {_table.counted(self.num_draws, 'draw')}"
-
-    def _rows(self) -> dict[str, str]:
-        """Return what matters most, and the findings without advice."""
+        title = f"Summary: {chains} of {_table.counted(self.num_draws, 'draw')}"
         rhats = [median_of(rhats) for rhats in (self.rhat_within, self.rhat_across)]
         error = "" if np.isnan(self.mcse) else f", Monte Carlo standard error {self.mcse:.2g}"
         rows = {"LPPD": f"{self.lppd:.5g}{error}"} if not np.isnan(self.lppd) else {}
@@ -128,7 +115,7 @@ class Summary:
             more = _table.counted(len(judgement) - len(shown), "more finding")
             more = f"{more}, and " * (judgement != shown)
             rows["print it"] = f"for {more}advice"
-        return rows
+        return _table.described(title, rows)
 
     def _columns(self) -> dict[str, list[str]]:
         def column(values: ArrayLike, form: str, overall: float = np.nan) -> list[str]:

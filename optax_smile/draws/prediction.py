@@ -42,9 +42,6 @@ class Outcome(NamedTuple):
     def __repr__(self) -> str:
         return _table.described("Outcome", _shapes(self))
 
-    def _repr_html_(self) -> str:
-        return _table.described_in_html("Outcome", _shapes(self))
-
 
 @by_identity
 class Prediction(NamedTuple):
@@ -77,23 +74,16 @@ class Prediction(NamedTuple):
     curve: Tree = ()
 
     def __repr__(self) -> str:
-        return _table.described("Prediction", self._rows())
-
-    def _repr_html_(self) -> str:
-        return _table.described_in_html("Prediction", self._rows())
-
-    def _rows(self) -> dict[str, str]:
         rows = _shapes(self._replace(uncertainty=None, each=None, curve=None))
-        uncertainties = "total", "aleatoric", "epistemic"
-        averaged: dict[str, str] = dict.fromkeys(uncertainties, f" ({self.uncertainty})")
-        for name, kind in {**averaged, "log_density": ""}.items():
+        for name in ("total", "aleatoric", "epistemic", "log_density"):
             if isinstance(x := getattr(self, name), np.ndarray) and x.size:
+                kind = "" if name == "log_density" else f" ({self.uncertainty})"
                 rows[name] += f", mean {x[~np.isnan(x)].mean():.4f}{kind}"
         if self.each is not None:
             rows["each"] = _table.some(f"{k} {x}" for k, x in _shapes(self.each).items())
         if self.curve:
             rows["curve"] = f"predictions after {len(self.curve)} numbers of snapshots"
-        return rows
+        return _table.described("Prediction", rows)
 
 
 def _shapes(fields: Outcome | Prediction) -> dict[str, str]:

@@ -111,17 +111,8 @@ class Draws(abc.ABC):
         return _nest([(leaf.path, x) for leaf, x in zip(self._leaves, leaves, strict=True)])
 
     def __repr__(self) -> str:
-        return _table.described(self._title(), self._rows())
-
-    def _repr_html_(self) -> str:
-        return _table.described_in_html(self._title(), self._rows())
-
-    def _title(self) -> str:
-        chains = _table.counted(self.num_chains, "chain")
-        return f"{type(self).__name__}: {chains} of {_table.counted(self.num_draws, 'draw')}"
-
-    def _rows(self) -> dict[str, str]:
-        leaves = self._leaves
+        chains, leaves = _table.counted(self.num_chains, "chain"), self._leaves
+        title = f"{type(self).__name__}: {chains} of {_table.counted(self.num_draws, 'draw')}"
         sizes = [math.prod(leaf.shape) for leaf in leaves]
         held = sum(size * np.dtype(x.dtype).itemsize for size, x in zip(sizes, leaves, strict=True))
         arrays = _table.some(f"{leaf.name} {leaf.dtype}{leaf.shape}" for leaf in leaves)
@@ -131,8 +122,11 @@ class Draws(abc.ABC):
         if not _settings.are_posterior(self.settings):
             rows["draws"] = f"{_settings.origin(self.settings)}, not posterior draws"
         elif self.settings is not None:
-            rows["sampler"] = _sampler(self.settings)
-        return rows | self._place()
+            # With its numeric arguments.
+            given = self.settings.items()
+            numeric = [f"{k}={x}" for k, x in given if k != "key" and type(x) in (int, float)]
+            rows["sampler"] = f"{self.settings.get('name')}({', '.join(numeric)})"
+        return _table.described(title, rows | self._place())
 
     @_check.arguments("choose", log_density=DENSITIES, number=_check.Whole(1))
     def choose(self, log_density: ArrayLike, number: int) -> np.ndarray:
@@ -177,13 +171,6 @@ class Draws(abc.ABC):
             chosen.append(best := int(score.argmax()))
             total, free[best] = np.logaddexp(total, bounded[best]), False
         return np.array(chosen)
-
-
-def _sampler(settings: Settings) -> str:
-    """Format a sampler with its numeric arguments."""
-    known = {name: x for name, x in settings.items() if name != "key"}
-    numeric = ((name, x) for name, x in known.items() if type(x) in (int, float))
-    return f"{settings.get('name')}({', '.join(f'{name}={x}' for name, x in numeric)})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False, init=False, eq=False)
