@@ -91,17 +91,11 @@ def _shapes(fields: Outcome | Prediction) -> dict[str, str]:
     return {name: _table.some(map(_check.show, arrays)) for name, arrays in leaves.items()}
 
 
-def classes(mean: ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
-    """Return probabilities `[input, class]`; of shape `shape` they are those of class 1 of two."""
-    mean = np.asarray(mean)
-    ones = mean.ravel()
-    return np.stack([1 - ones, ones], axis=1) if mean.shape == shape else mean
-
-
 def labelled(mean: ArrayLike, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return probabilities `[input, class]` and labels `[input]`."""
-    if np.shape(mean) == targets.shape:
-        if (unknown := targets[~np.isin(targets, (0, 1))]).size:
-            _check.fail("score", "targets", "0 or 1", unknown[0])
-        return classes(mean, targets.shape), targets.ravel().astype(int)
-    return np.asarray(mean), targets
+    """Return labels, and probabilities `[input, class]`, where those of class 1 may be given."""
+    if np.shape(mean) != targets.shape:
+        return np.asarray(mean), targets
+    if (unknown := targets[~np.isin(targets, (0, 1))]).size:
+        _check.fail("score", "targets", "0 or 1", unknown[0])
+    ones = np.ravel(mean)
+    return np.stack([1 - ones, ones], axis=1), targets.ravel().astype(int)

@@ -37,10 +37,7 @@ DENSITIES = _check.Array(
 
 
 class Draws(abc.ABC):
-    """A sequence of parameter trees: the first draw of every chain, then the second, ...
-
-    Tree i is draw `i // num_chains` of chain `i % num_chains`.
-    """
+    """A sequence of parameter trees: the first draw of every chain, then the second, ..."""
 
     num_chains: int
     num_draws: int
@@ -228,11 +225,11 @@ class Snapshots(Draws):
         if start is not None:
             first = jax.eval_shape(lambda: jax.tree.map(lambda x: x[:, 0], params))
             _tree.check_alike("Snapshots", "start", start, first, "a draw of `params`")
+        num_chains, num_draws = jax.tree.leaves(params)[0].shape[:2]
+        leaves, structure = _format.leaves_of(params, axes=2), jax.tree.structure(params)
         # A frozen dataclass does not allow assignment.
         vars(self).update(params=params, trace=dict(trace), settings=settings, start=start)
-        num_chains, num_draws = jax.tree.leaves(params)[0].shape[:2]
         vars(self).update(num_chains=num_chains, num_draws=num_draws)
-        leaves, structure = _format.leaves_of(params, axes=2), jax.tree.structure(params)
         vars(self).update(_leaves=leaves, _structure=structure)
 
     @classmethod
@@ -330,14 +327,10 @@ class StoredSnapshots(Draws):
         read = map(self._read, range(self.num_draws))
         return self._tree([np.stack(column, axis=1) for column in zip(*read, strict=True)])
 
-    @property
+    @functools.cached_property
     def start(self) -> Tree:
         """Initial parameters of the chains, a tree of arrays `[chain, ...]`."""
-        return self._tree(self._start)
-
-    @functools.cached_property
-    def _start(self) -> list[np.ndarray]:
-        return _format.read_start(self.directory, self._leaves, self.num_chains)
+        return self._tree(_format.read_start(self.directory, self._leaves, self.num_chains))
 
     @functools.cached_property
     def trace(self) -> dict[str, np.ndarray]:
