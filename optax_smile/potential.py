@@ -135,15 +135,6 @@ def with_log_prior(
     """Add a prior that is a function to the mean loss, as -log_prior / num_data.
 
     Where its density is 0, the gradient is NaN and the loss infinite, and the step is rejected.
-
-    Args:
-        potential: the posterior.
-        updates: gradient of the mean loss.
-        value: the mean loss, or None.
-        params: at which both were computed.
-
-    Returns:
-        Gradient and mean loss of data and prior together.
     """
     if potential.log_prior is None:
         return updates, value
@@ -269,13 +260,7 @@ def excess_loss(potential: Potential, curvature: float, num_parameters: int) -> 
 
         T / 2 * H d / (N H + P d)
 
-    Args:
-        potential: the posterior, with numbers.
-        curvature: H, >= 0.
-        num_parameters: d.
-
-    Returns:
-        Nats per example; at most T d / (2 N), and T H / (2 P).
+    nats per example, which is at most T d / (2 N), and T H / (2 P).
     """
     if curvature <= 0:
         return 0.0
@@ -290,14 +275,7 @@ def least_excess_loss(potential: Potential, curvature: float, square: float) -> 
 
         T / 2 * H^2 / (N S + P H)
 
-    Args:
-        potential: the posterior, with numbers.
-        curvature: H, >= 0.
-        square: S, >= 0.
-
-    Returns:
-        Nats per example; exact where the loss has one curvature in all directions in which it has
-        any.
+    nats per example: exactly so much where all directions with any curvature have the same.
     """
     if curvature <= 0 or square <= 0:
         return 0.0

@@ -65,15 +65,7 @@ class LastUpdate(NamedTuple):
         fingerprint: jax.Array,
         **others: jax.Array,
     ) -> LastUpdate:
-        """Record a call.
-
-        Args:
-            temperature: of the posterior.
-            value: mean loss, or None.
-            reject: whether the call rejects the open step.
-            fingerprint: fingerprint of its gradient.
-            others: further fields that change.
-        """
+        """Record a call, whether it rejects the open step, and `others`, further fields."""
         last = self.last_temperature
         return self._replace(
             energy_level=jnp.full_like(self.energy_level, value is not None),
@@ -228,15 +220,9 @@ class SamplerState(Protocol):
 
 
 def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
-    """Find the one sampler state inside a larger state.
+    """Find the one sampler state inside a larger state, after which nothing may come in a chain.
 
-    Args:
-        state: what `init` or `update` of a transformation returned.
-        where: the function that asks.
-        argument: its argument.
-
-    Raises:
-        ValueError: there is none, or more than one, or something comes after it in a chain.
+    `where` and `argument` name the function that asks and its argument.
     """
     kind, missing, advice = "a transformation", "one without a sampler", ""
     if argument == "state":

@@ -70,22 +70,6 @@ def mcse_lppd(log_likelihood: np.ndarray) -> float:
     return float(_by_arviz("mcse", z, method="mean"))
 
 
-def gamma_distance(energy_change: np.ndarray) -> np.ndarray:
-    """Return the Kolmogorov-Smirnov distance of |energy change| from the Gamma distribution with
-    equal mean and variance, `[chain]`; NaN without an energy.
-    """
-    from scipy.special import gammainc
-
-    distances = np.full(len(energy_change), np.nan)
-    for chain, changes in enumerate(np.abs(energy_change)):
-        energy = np.sort(changes[np.isfinite(changes)])
-        if energy.size > 1 and np.ptp(energy):
-            shape, scale = (energy.mean() / energy.std()) ** 2, energy.var() / energy.mean()
-            below, fitted = np.arange(energy.size) / energy.size, gammainc(shape, energy / scale)
-            distances[chain] = max(np.max(fitted - below), np.max(below + 1 / energy.size - fitted))
-    return distances
-
-
 @_check.arguments(snapshots=SNAPSHOTS, prediction=PREDICTION | None)
 def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | None = None) -> Any:
     """Convert a run to the data structure of ArviZ.

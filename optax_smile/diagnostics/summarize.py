@@ -15,7 +15,6 @@ from optax_smile.diagnostics.findings import (
     LEAST_DRAWS_JUDGED,
     Check,
     Run,
-    chooser,
     copy_of,
     judge,
     median_of,
@@ -32,8 +31,8 @@ from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 COLD = "a cold posterior, narrower than the Bayesian one"
 # Entries of a trace that checks need; NaN where they are missing.
-NEEDED = ("step_size", "energy_change", "num_rejected", "num_gradients", "num_nonfinite")
-NEEDED += ("below_resolution", "temperature", "loss")
+NEEDED = ("step_size", "num_rejected", "num_gradients", "num_nonfinite", "below_resolution")
+NEEDED += ("temperature", "loss")
 # Findings that `repr` shows, and characters of each.
 MOST_SHOWN, LONGEST_SHOWN = 4, 100
 
@@ -50,8 +49,6 @@ class Summary:
             `[chain]`.
         rejection_rate: rejected steps per gradient among the draws, `[chain]`.
         nominal_rate: this rate for a perfect fit with the given `reject_quantile`, or NaN.
-        energy_distance: Kolmogorov-Smirnov distance of the energy errors of the draws from the
-            Gamma distribution fitted to them, 0 to 1, `[chain]`; NaN if the sampler fits none.
         num_nonfinite: number of gradients or values that were not finite, `[chain]`.
         temperature: temperature of the posterior, 1 for Bayes, `[chain]`.
         travelled: distance of the last draw from the start / norm of the start (or of the first
@@ -74,7 +71,6 @@ class Summary:
     step_size_trend: np.ndarray
     rejection_rate: np.ndarray
     nominal_rate: float
-    energy_distance: np.ndarray
     num_nonfinite: np.ndarray
     temperature: np.ndarray
     travelled: np.ndarray
@@ -150,9 +146,6 @@ class Summary:
             "rejections": f"rejected steps per gradient{of}",
         }
         notes += [f"{head}: {text}" for head, text in meanings.items() if head in columns]
-        if not np.isnan(self.energy_distance).all():
-            distance = f"distance {np.nanmax(self.energy_distance):.2g}"
-            notes.append(f"energy errors: {distance} from the Gamma fit (Kolmogorov-Smirnov)")
         if "travelled" in columns:
             notes.append("travelled: distance of the last draw from the start / norm of the start")
         if num_draws < LEAST_DRAWS_WITHIN:
@@ -286,23 +279,17 @@ def summary(
     trace |= {name: np.asarray(values, float) for name, values in of_draws.items()}
     _trace.read("Snapshots", trace, *NEEDED)
     first_step_size = np.asarray(snapshots.trace.get("step_size", trace["step_size"]), float)[:, 0]
-    distance, chain_lppd = unknown, unknown
-    if settings.get("reject_quantile") is not None or chooser(settings) == "quantile_tuner":
-        distance = statistics.gamma_distance(trace["energy_change"])
     copies = copy_of(paths)
     own = np.unique(copies)
-    values = density = None
-    lppd = mcse = np.nan
+    values, density, chain_lppd, lppd, mcse = None, None, unknown, np.nan, np.nan
     rhat_within, rhat_across, sizes = unknown[:, None], np.empty(0), np.empty(0)
     series, source, least = paths.weights, "snapshots", LEAST_DRAWS_WITHIN
     if prediction is not None:
         density = log_density_of("summary", (num_chains, num_draws), prediction)
         values = _scalars(prediction, density, max_inputs, seed)
         by_chain = statistics.log_mean_exp(density, (1,))
-        chain_lppd, lppd = (
-            by_chain.mean(axis=1),
-            float(statistics.log_mean_exp(by_chain, (0,)).mean()),
-        )
+        chain_lppd = by_chain.mean(axis=1)
+        lppd = float(statistics.log_mean_exp(by_chain, (0,)).mean())
         series, source, least = values, "prediction", LEAST_DRAWS
     if num_draws >= least and np.isnan(series).any():
         _check.fail("summary", source, "without NaN", "NaN in some draws")
@@ -324,7 +311,6 @@ def summary(
         step_size_trend=trend,
         rejection_rate=rejections,
         nominal_rate=nominal_rate(settings),
-        energy_distance=distance,
         num_nonfinite=trace["num_nonfinite"][:, -1],
         temperature=trace["temperature"][:, -1],
         travelled=relative(paths)[:, -1],

@@ -155,13 +155,7 @@ def _explain(where: str, before: ChainState, updates: optax.Updates):
 
 
 def mean_loss(where: str, value: Unchecked, loss: Unchecked, others: Mapping[str, object]) -> Tree:
-    """Require one scalar mean loss, under one of its two names, or none.
-
-    Args:
-        where: the function that was called.
-        value, loss: what it received under these names.
-        others: its other keywords.
-    """
+    """Require one scalar mean loss, under one of its two names, or none; `others` are keywords."""
     if value is not None and loss is not None:
         advice = "Both are the mean loss: pass it once."
         _check.fail(where, "loss", "left out where `value` is given", _check.show(loss), advice)

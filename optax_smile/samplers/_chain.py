@@ -38,13 +38,9 @@ class Tracked(NamedTuple):
     num_unseen: jax.Array
 
     def differ(self, given: Tree, own: Tree) -> jax.Array:
-        """Tell whether parameters differ from the tracked ones by more than rounding.
+        """Tell whether parameters of the loop differ from the tracked ones by more than rounding.
 
         Rounding errors of the calls in which they were not compared add up like a random walk.
-
-        Args:
-            given: parameters of the loop.
-            own: the tracked ones, of the same leaves.
         """
         off = jax.tree.map(jnp.subtract, given, own)
         eps = ROUNDING * float(jnp.finfo(_tree.dtype(own)).eps)
@@ -56,13 +52,7 @@ class Tracked(NamedTuple):
     def advance(
         self, params: optax.Params, displacement: optax.Updates, is_seen: bool
     ) -> "Tracked":
-        """Move the parameters of a call as `optax.apply_updates` does.
-
-        Args:
-            params: of the loop, or the tracked ones.
-            displacement: by which the call moves them.
-            is_seen: whether the loop passed its own parameters.
-        """
+        """Move parameters, those of the loop if `is_seen`, as `optax.apply_updates` does."""
         length = jnp.sqrt(_tree.inner(displacement, displacement))
         num_unseen = jnp.zeros_like(self.num_unseen) if is_seen else _tree.count(self.num_unseen)
         return Tracked(

@@ -48,17 +48,10 @@ def init(dtype: jnp.dtype) -> GuardrailState:
 def judge(
     state: GuardrailState, is_finite: jax.Array, is_outlier: jax.Array | bool = False
 ) -> tuple[GuardrailState, jax.Array]:
-    """Decide whether a call rejects the open step.
+    """Count a call, and decide whether it rejects the open step.
 
-    Args:
-        state: the counters.
-        is_finite: whether all numbers that the call received are finite, and its step size not
-            negative.
-        is_outlier: whether the energy error of the step is an outlier, see
-            `EnergyAverages.is_outlier`.
-
-    Returns:
-        The new counters and the decision, a boolean scalar.
+    `is_finite` says whether all numbers that the call received are finite and its step size is not
+    negative, `is_outlier` whether the energy error of the step is an outlier.
     """
     nonfinite_run = jnp.where(is_finite, 0, optax.safe_increment(state.nonfinite_run))
     finite_run = jnp.where(is_finite, optax.safe_increment(state.finite_run), 0)
