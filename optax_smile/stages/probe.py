@@ -74,22 +74,14 @@ def _unread(params: optax.Params) -> jax.Array:
 def look(
     state: ProbeState, params: optax.Params, moved: list[jax.Array], reject: jax.Array
 ) -> ProbeState:
-    """Compare the parameters with the values that the last call sent.
+    """Compare the parameters of the loop with the values that the last call sent.
 
-    Args:
-        state: of the last call.
-        params: parameters as the loop passes them.
-        moved: entries of the last displacement, from the state.
-        reject: whether this call goes back to where the step began.
-
-    Raises:
-        ValueError: another transformation has computed with the state.
+    `moved` has the entries of the last displacement, from the state. If the call goes back to where
+    the step began, `reject` is true.
     """
     if state.is_known.dtype != bool:
         rule, got = "what `init` or `update` returned", "one whose booleans are numbers"
-        remedy = (
-            "`reset_state=True` of `optax.lookahead` and `sam` does that and makes draws wrong."
-        )
+        remedy = "`optax.lookahead(reset_state=True)` and `sam` do that and make draws wrong."
         _check.fail("update", "state", rule, got, remedy)
     found = entries(params)
     rounding = ROUNDING * max((float(jnp.finfo(x.dtype).eps) for x in found), default=0.0)
