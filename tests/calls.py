@@ -156,8 +156,7 @@ def predictions(path):
     reading: dict[str, Any] = {"apply_fn": apply_fn, "inputs": INPUTS, "likelihood": "categorical"}
     reading |= {"targets": LABELS, "batch_size": 2, "per": "draw", "mesh": None, "specs": None}
     prediction = optax_smile.predict(snapshots=snapshots, **reading)
-    averaged = {"snapshots": snapshots, "curve": (2,)}
-    yield "predict", optax_smile.predict, reading | averaged
+    yield "predict", optax_smile.predict, reading | {"snapshots": snapshots}
 
     def predictor(**arguments):
         made = optax_smile.Predictor(**arguments)

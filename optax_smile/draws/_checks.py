@@ -53,20 +53,6 @@ class Posterior(_check.Constraint):
         return value
 
 
-class Curve(_check.Constraint):
-    """Numbers of snapshots, converted to a tuple."""
-
-    text = "an ascending sequence of integers >= 1"
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        if not np.iterable(value) or isinstance(value, jax.core.Tracer):
-            _check.fail(where, argument, self.text, _check.show(value))
-        curve = tuple(int(_check.Whole(1)(where, argument, number)) for number in value)
-        if list(curve) != sorted(set(curve)):
-            _check.fail(where, argument, self.text, curve)
-        return curve
-
-
 class Reading(_check.Constraint):
     """A likelihood or its name, converted to a `Likelihood`."""
 

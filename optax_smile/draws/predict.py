@@ -37,7 +37,7 @@ READ: dict[str, _check.Constraint] = {
 }
 
 
-@_check.arguments(snapshots=_checks.SNAPSHOTS, **READ, curve=_checks.Curve())
+@_check.arguments(snapshots=_checks.SNAPSHOTS, **READ)
 @_check.on_host
 def predict(
     apply_fn: Apply,
@@ -47,7 +47,6 @@ def predict(
     likelihood: Name | Likelihood,
     targets: Batch = None,
     batch_size: int | None = None,
-    curve: Sequence[int] = (),
     per: Per | None = None,
     mesh: Mesh | None = None,
     specs: Tree = None,
@@ -80,9 +79,6 @@ def predict(
             - your own `Likelihood`.
         targets: observed values, `[input, ...]`, at least one that is not padding.
         batch_size: inputs to run at once, >= 1; None: all.
-        curve: numbers of snapshots, >= 1, in ascending order. For each number k, also return the
-            average over the first k snapshots. The snapshots of `sample` are ordered draw by draw:
-            with 4 chains, the first 8 snapshots are two draws of each chain.
         per: `"draw"`: also return the prediction of each snapshot, arrays
             `[chain, draw, input, ...]`; `"chain"`: also return the average over the draws of each
             chain, `[chain, input, ...]`. The result is in the attribute `each`, in host memory.
@@ -131,15 +127,9 @@ def predict(
             mesh=mesh,
             specs=specs,
         )
-        so_far = []
         for params in snapshots:
             predictor.update(params)
-            if predictor.count in curve:
-                so_far.append(predictor._join()[0])
-        if len(so_far) < len(curve) and predictor.count:
-            rule = f"integers <= {predictor.count}, the number of snapshots"
-            _check.fail("predict", "curve", rule, curve)
-        return predictor.finalize()._replace(curve=tuple(so_far))
+        return predictor.finalize()
 
 
 class Predictor:

@@ -60,8 +60,6 @@ class Prediction(NamedTuple):
         each: with `per`, an `optax_smile.Outcome` of single draws, arrays
             `[chain, draw, input, ...]`, or of the averages of single chains, `[chain, input, ...]`;
             its uncertainties are those of a draw, or the total ones of a chain.
-        curve: with `curve`, a `Prediction` for each of these numbers of snapshots, without
-            `each`.
     """
 
     mean: Tree
@@ -71,18 +69,15 @@ class Prediction(NamedTuple):
     epistemic: Tree = None
     uncertainty: Uncertainty | None = None
     each: Tree = None
-    curve: Tree = ()
 
     def __repr__(self) -> str:
-        rows = _shapes(self._replace(uncertainty=None, each=None, curve=None))
+        rows = _shapes(self._replace(uncertainty=None, each=None))
         for name in ("total", "aleatoric", "epistemic", "log_density"):
             if isinstance(x := getattr(self, name), np.ndarray) and x.size:
                 kind = "" if name == "log_density" else f" ({self.uncertainty})"
                 rows[name] += f", mean {x[~np.isnan(x)].mean():.4f}{kind}"
         if self.each is not None:
             rows["each"] = _table.some(f"{k} {x}" for k, x in _shapes(self.each).items())
-        if self.curve:
-            rows["curve"] = f"predictions after {len(self.curve)} numbers of snapshots"
         return _table.described("Prediction", rows)
 
 
