@@ -9,7 +9,7 @@ The public names, by what you want to do:
     read a sampler's state    last_accepted (the current draw), stats, Stats
     check your own loop       check, CheckReport; ArgumentError is what bad arguments raise
     sample without a loop     warmstart, then sample; chains_from_weights, parallel
-    get draws from a fit()    recorded, RecordedSampler; interop: Keras, NumPyro, scikit-learn
+    get draws from a fit()    recorded, RecordedSampler; interop: NumPyro, scikit-learn
     watch or steer a run      Run, an iterator over draws; select, Selection
     keep and read draws       Snapshots, StoredSnapshots, load_snapshots
     predict                   predict, Prediction, Outcome, Predictor, Likelihood
@@ -39,11 +39,7 @@ from optax_smile.chains.warmstart import chains_from_weights, warmstart
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import Predictor, predict
 from optax_smile.draws.prediction import Outcome, Prediction
-from optax_smile.draws.snapshots import (
-    Snapshots,
-    StoredSnapshots,
-    load_snapshots,
-)
+from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 from optax_smile.samplers.cyclical_sgld import cyclical_sgld
 from optax_smile.samplers.mclmc import mclmc
 from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc

@@ -101,10 +101,9 @@ def check_prior(where: str, potential: Potential, params: optax.Params):
         try:
             spread = _spread(prefix, params)
         except (ValueError, TypeError):
-            rule = "a number or a prefix of the parameter tree"
-            got = f"one with leaves at {_places(prefix)}"
+            rule, got = "a number or a prefix of the parameter tree", _places(prefix)
             advice = f"The parameters have leaves at {_places(params)}."
-            _check.fail(where, argument, rule, got, advice)
+            _check.fail(where, argument, rule, f"one with leaves at {got}", advice)
         shapes = jax.tree_util.tree_leaves_with_path(params)
         for (path, leaf), value in zip(shapes, jax.tree.leaves(spread), strict=True):
             if jnp.shape(value) not in ((), leaf.shape):
@@ -213,9 +212,7 @@ def _spread(prefix: Tree, params: optax.Params) -> Tree:
 
 def _prior(potential: Potential, params: optax.Params) -> tuple[optax.Params, optax.Params]:
     """Expand the prior's precision over the temperature, and its mean, to every leaf."""
-    precision, mean = (
-        _spread(x, params) for x in (potential.prior_precision, potential.prior_mean)
-    )
+    precision, mean = (_spread(getattr(potential, name), params) for name in PRIOR)
     return jax.tree.map(lambda x: x / potential.temperature, precision), mean
 
 

@@ -227,20 +227,6 @@ class Predictor:
         if self.per is not None and self.count % cast(int, self.num_chains):
             rule = f"the same number of draws of each of the {self.num_chains} chains"
             _check.fail("Predictor.update", "params", rule, f"{self.count} snapshots")
-        average, chains = self._join()
-        if are_probabilities(self._form):
-            warn(
-                "`predict`: the outputs of `apply_fn` look like probabilities. Return logits: leave"
-                " out the softmax or sigmoid."
-            )
-        if self.per == "draw":
-            each = self._concatenate(self._draws)
-            axes = -1, cast(int, self.num_chains)
-            chains = jax.tree.map(lambda x: x.reshape(*axes, *x.shape[1:]).swapaxes(0, 1), each)
-        return average._replace(each=chains)
-
-    def _join(self) -> tuple[Prediction, Outcome | None]:
-        """Return the average over all snapshots, and over those of each chain."""
         if not self.count:
             _check.fail("Predictor.update", "params", "at least one parameter tree", "none")
         if self._waiting:
@@ -259,10 +245,19 @@ class Predictor:
                 remedy = "Leave that snapshot, or its chain, out."
                 _check.fail("Predictor.update", "params", rule, got, remedy)
         averages, chains, _, forms = zip(*batches, strict=True)
-        self._form = np.sum(forms, axis=0)
+        if are_probabilities(np.sum(forms, axis=0)):
+            warn(
+                "`predict`: the outputs of `apply_fn` look like probabilities. Return logits: leave"
+                " out the softmax or sigmoid."
+            )
+        each = self._concatenate(chains, 1)
+        if self.per == "draw":
+            axes = -1, cast(int, self.num_chains)
+            each = self._concatenate(self._draws)
+            each = jax.tree.map(lambda x: x.reshape(*axes, *x.shape[1:]).swapaxes(0, 1), each)
         kinds = (name for name in ("variance", "entropy") if getattr(self.likelihood, name))
-        average = self._concatenate(averages)._replace(uncertainty=next(kinds, None))
-        return average, self._concatenate(chains, 1)
+        average = self._concatenate(averages)
+        return average._replace(uncertainty=next(kinds, None), each=each)
 
     def _require_fit(self, params: Tree):
         """Require outputs of the model that match likelihood and targets."""
