@@ -53,51 +53,13 @@ from optax_smile.state import Stats, last_accepted, stats
 if TYPE_CHECKING:
     from optax_smile import report
 
-__all__ = [
-    "ArgumentError",
-    "CheckReport",
-    "Likelihood",
-    "Outcome",
-    "Preconditioner",
-    "Prediction",
-    "Predictor",
-    "RecordedSampler",
-    "Run",
-    "Selection",
-    "Snapshots",
-    "Stats",
-    "StoredSnapshots",
-    "Tuner",
-    "angle_tuner",
-    "chains_from_weights",
-    "check",
-    "cyclical_sgld",
-    "diagnostics",
-    "interop",
-    "last_accepted",
-    "load_snapshots",
-    "local",
-    "mclmc",
-    "metrics",
-    "parallel",
-    "plots",
-    "predict",
-    "psgld",
-    "psmile",
-    "published",
-    "quantile_tuner",
-    "recorded",
-    "report",
-    "sample",
-    "scale_adapted_sghmc",
-    "scale_by_gradient_noise",
-    "select",
-    "sghmc",
-    "sgld",
-    "smile",
-    "stats",
-    "warmstart",
-]
+__all__ = ["ArgumentError", "CheckReport", "Likelihood", "Outcome", "Preconditioner", "Prediction"]
+__all__ += ["Predictor", "RecordedSampler", "Run", "Selection", "Snapshots", "Stats"]
+__all__ += ["StoredSnapshots", "Tuner", "angle_tuner", "chains_from_weights", "check"]
+__all__ += ["cyclical_sgld", "diagnostics", "interop", "last_accepted", "load_snapshots", "local"]
+__all__ += ["mclmc", "metrics", "parallel", "plots", "predict", "psgld", "psmile", "published"]
+__all__ += ["quantile_tuner", "recorded", "report", "sample", "scale_adapted_sghmc"]
+__all__ += ["scale_by_gradient_noise", "select", "sghmc", "sgld", "smile", "stats", "warmstart"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -203,7 +203,7 @@ def scores():
     for name in ("accuracy", "aurc", "auroc", "brier", "f1", "risk_coverage"):
         yield f"metrics.{name}", getattr(metrics, name), classes
     for name in ("ece", "reliability"):
-        yield f"metrics.{name}", getattr(metrics, name), classes | {"num_bins": 3, "equal": "mass"}
+        yield f"metrics.{name}", getattr(metrics, name), classes | {"num_bins": 3}
     yield "metrics.lppd", metrics.lppd, {"log_density": VECTOR}
     yield "metrics.perplexity", metrics.perplexity, {"log_density": VECTOR}
     foreign = {"inside": VECTOR, "outside": VECTOR}

@@ -103,14 +103,9 @@ STEP_SIZES = {
         "steadier": "`quantile_tuner(adapt_steps=...)` with `adapt_steps` below num_warmup:"
         " otherwise the step size never settles",
     },
-    "other tuner": {
-        "shorter": "a tuner that makes shorter steps",
-        "longer": "a tuner that makes longer steps",
-        "steadier": "a tuner that comes to rest within num_warmup",
-    },
     "schedule": {"shorter": "a schedule of smaller steps", "longer": "a schedule of larger steps"},
     "number": {"shorter": "a smaller step size", "longer": "a larger step size"},
-    "unknown": {
+    "another tuner": {
         "shorter": "shorter steps",
         "longer": "longer steps",
         "steadier": "a larger num_warmup, until the steps have their final length",
@@ -125,14 +120,13 @@ NOISE = (
 
 
 def chooser(settings: Settings) -> str:
-    """Return what chooses the step size of a sampler, a key of `STEP_SIZES`."""
+    """Return what chooses the step size of a sampler, if it is known, a key of `STEP_SIZES`."""
     tuner = settings.get("tuner")
-    if tuner is not None:
-        name = tuner.get("name") if isinstance(tuner, Mapping) else None
-        return name if name in ("angle_tuner", "quantile_tuner") else "other tuner"
-    step_size = settings.get("step_size")
+    if isinstance(tuner, Mapping) and tuner.get("name") in STEP_SIZES:
+        return str(tuner["name"])
+    step_size = None if tuner is not None else settings.get("step_size")
     # A function is stored by its name.
-    return {str: "schedule", type(None): "unknown"}.get(type(step_size), "number")
+    return {str: "schedule", type(None): "another tuner"}.get(type(step_size), "number")
 
 
 def nominal_rate(settings: Settings) -> float:

@@ -170,11 +170,13 @@ class Summary:
         if not self.findings:
             seen = " in weights and trace" if self.of == "weights" else ""
             return [f"Nothing looks wrong{seen}{self._reservation()}."]
-        named = [name_chains(x.chains, len(self.copy_of)).capitalize() for x in self.findings]
-        return [
-            f"{name}: {x.kind}: {x.text}\n  Try: {x.advice}"
-            for name, x in zip(named, self.findings, strict=True)
-        ]
+        lines = []
+        for x in self.findings:
+            name = f"Chain{'s' * (len(x.chains) > 1)} {', '.join(map(str, x.chains))}"
+            if len(x.chains) == len(self.copy_of) > 1:
+                name = f"All {len(x.chains)} chains"
+            lines.append(f"{name}: {x.kind}: {x.text}\n  Try: {x.advice}")
+        return lines
 
     def _reservation(self) -> str:
         """Return a reservation about a run without findings."""
@@ -198,13 +200,6 @@ def _shares(rhats: np.ndarray) -> str:
     known = rhats[~np.isnan(rhats)]
     parts = [f"{np.mean(known < bound):.0%} below {bound}" for bound in GOOD_RHATS]
     return ", ".join(parts) if known.size else "all unknown"
-
-
-def name_chains(chains: tuple[int, ...], num_chains: int) -> str:
-    """Name chains in a sentence."""
-    if len(chains) == num_chains > 1:
-        return f"all {num_chains} chains"
-    return f"chain{'s' * (len(chains) > 1)} {', '.join(map(str, chains))}"
 
 
 @_check.arguments(

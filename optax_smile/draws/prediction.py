@@ -23,15 +23,6 @@ class Outcome(NamedTuple):
         variance: variance of the predictive distribution, `[input, ...]`.
         entropy: entropy of the predictive distribution, nats, `[input, ...]`.
         log_density: log likelihood of each target, nats, `[input, ...]`; NaN for padding.
-
-    Example:
-        >>> import numpy as np, optax_smile
-        >>> draws = optax_smile.Snapshots(np.zeros((2, 5)))
-        >>> prediction = optax_smile.predict(
-        ...     lambda params, x: x * params, draws, np.ones(4), likelihood="bernoulli", per="draw"
-        ... )
-        >>> isinstance(prediction.each, optax_smile.Outcome), prediction.each.mean.shape
-        (True, (2, 5, 4))
     """
 
     mean: Tree

@@ -79,13 +79,9 @@ class ChainState(NamedTuple):
 
     Attributes:
         dynamics: how the chain moves, a `LangevinState` or a `MicrocanonicalState`.
-        guardrail: counters of rejected steps.
-        probe: whether the parameters arrive where they were sent.
         prior_mean: the parameters at the start, if the prior is around them; or None.
         num_steps: steps begun, the count that a step-size schedule gets, int32.
         key: for the noise of the next call, as raw numbers, uint32; None without noise.
-        last_update: facts about the last call.
-        sampled: which leaves are sampled.
         tracked: the parameters, with `track_params=True`; else None.
         state_format: `state.STATE_FORMAT` of the version that made the state, int32.
     """
@@ -154,10 +150,8 @@ class Call(NamedTuple):
 
     Attributes:
         posterior: with the temperature and the prior's mean of the chain.
-        updates: gradient of the mean loss, with that of `log_prior` if there is one.
+        updates, value: gradient and mean loss, with `log_prior` if there is one.
         passed: gradient as the loop passed it, if that is not `updates`.
-        params: the parameters.
-        value: mean loss, with `log_prior` likewise; None if the loop passes none.
     """
 
     posterior: potential.Potential

@@ -8,7 +8,6 @@ as where a loop compiles `update` itself. All other objects are identified by `i
 programs are removed with them.
 """
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -75,7 +74,12 @@ class Recipe:
 
     def _make(self) -> Callable[..., Tree]:
         """The program holds objects weakly: its caller holds them."""
-        build, structure, forget = self.build, self.structure, functools.partial(_forget, self.key)
+        build, structure, key = self.build, self.structure, self.key
+
+        def forget(_: object):
+            with _LOCK:
+                _PROGRAMS.pop(key, None)
+
         sources = [
             None if identity is None else _source(leaf, forget)
             for leaf, identity in zip(self.leaves, self.key[2], strict=True)
@@ -87,11 +91,6 @@ class Recipe:
             return build(**jax.tree.unflatten(structure, leaves)).update(*given)
 
         return jax.jit(update)
-
-
-def _forget(key: Hashable, _: object):
-    with _LOCK:
-        _PROGRAMS.pop(key, None)
 
 
 def _identity(leaf: object) -> Hashable:

@@ -50,20 +50,10 @@ FALLING, SHORTEST_WINDOW = 3.0, 256
 
 
 class Sums(NamedTuple):
-    """Inner products over all parameters.
+    """Inner products over all parameters of the trees that `measure` takes, 0 for missing ones.
 
-    Attributes:
-        direction_square: u . u, which rounding keeps off 1.
-        direction_dot_whitened: of u and the whitened gradient.
-        whitened_square: squared norm of the whitened gradient.
-        params_square: squared norm of the parameters.
-        updates_square: squared norm of the gradient of the mean loss, to which a `log_prior` adds
-            its own.
-        prior_change: what the last drift added to the prior's part of the energy, nats.
-        deviation_square: squared norm of the preconditioner's deviation; 0 without one.
-        noise_square: squared norm of the explicit noise; 0 without noise.
-        noise_dot_direction: of the noise and u, likewise.
-        noise_dot_whitened: of the noise and the whitened gradient, likewise.
+    `direction_square` is u . u, which rounding keeps off 1. `prior_change` is what the last drift
+    added to the prior's part of the energy, nats.
     """
 
     direction_square: jax.Array

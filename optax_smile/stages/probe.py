@@ -50,7 +50,14 @@ class ProbeState(NamedTuple):
 
 def init(params: optax.Params) -> ProbeState:
     """Begin before the first call."""
-    start = _unread(params)
+    leaves = jax.tree.leaves(params)
+    if any(AxisType.Manual in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves):
+        # Inside a `shard_map` the zeros must vary over its axes, as the leaves do.
+        start = jnp.zeros_like(_in_one(entries(params)))
+    else:
+        # The leaves may be shapes alone.
+        like = jax.eval_shape(lambda tree: _in_one(entries(tree)), params)
+        start = jnp.zeros(like.shape, like.dtype)
     return ProbeState(
         start=start,
         is_known=jnp.zeros_like(start, bool),
@@ -59,16 +66,6 @@ def init(params: optax.Params) -> ProbeState:
         altered_share=jnp.zeros((), _tree.dtype(params)),
         is_altered=jnp.zeros((), bool),
     )
-
-
-def _unread(params: optax.Params) -> jax.Array:
-    """Zeros in the place of the entries, of leaves that may be shapes alone."""
-    leaves = jax.tree.leaves(params)
-    if any(AxisType.Manual in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves):
-        # Inside a `shard_map` the zeros must vary over its axes, as the leaves do.
-        return jnp.zeros_like(_in_one(entries(params)))
-    like = jax.eval_shape(lambda tree: _in_one(entries(tree)), params)
-    return jnp.zeros(like.shape, like.dtype)
 
 
 def look(

@@ -22,13 +22,11 @@ GOOD_CALLS_TO_RESTORE = 100
 
 
 class GuardrailState(NamedTuple):
-    """Counters of rejected steps.
+    """Counters of rejected steps, int32; for those that are not listed see `state.Stats`.
 
     Attributes:
-        num_rejected: steps rejected for an outlying energy, int32.
-        num_nonfinite: calls with a non-finite gradient or value, int32.
-        nonfinite_run: such calls in a row, int32.
-        finite_run: finite calls since the last such call, int32.
+        nonfinite_run: non-finite calls in a row.
+        finite_run: finite calls since the last such call.
         step_backoff: factor of the step size after too many of them, scalar in [1/16, 1].
     """
 
