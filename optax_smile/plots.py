@@ -50,8 +50,6 @@ LINEAR_SPREAD = 3.0
 MOST_DOTS = 5_000
 # Enough windows to see a trend; with fewer values in each, the 5 % quantile is their minimum.
 MOST_WINDOWS, LEAST_VALUES = 40, 20
-# Fraction of the variance below which a direction consists of float64 rounding errors.
-RANK_TOLERANCE = 1e-12
 # Nats per input; candidates further below the best of their round do not affect the scale.
 FAR_FROM_BEST = 1.0
 # Horizontal distance between two candidates of a round, as a fraction of its steps.
@@ -347,21 +345,12 @@ def _joined(tree: Tree, num_points: int) -> np.ndarray:
 
 
 def _principal_axes(centred: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first two principal axes `[column, 2]` and their shares of the variance.
-
-    With `X` the centred draws, the axes are eigenvectors of `X^T X`. In more dimensions than draws
-    they are `X^T u`, normalized, with the eigenvectors `u` of the smaller `X X^T`.
-    """
-    num_draws, size = centred.shape
-    is_wide = size > num_draws
-    values, vectors = np.linalg.eigh(centred @ centred.T if is_wide else centred.T @ centred)
-    total, axes, shares = values.sum(), np.zeros((size, 2)), np.zeros(2)
-    for axis, at in enumerate((-1, -2)[: len(values)]):
-        if values[at] > RANK_TOLERANCE * total:
-            longer = centred.T @ vectors[:, at] if is_wide else vectors[:, at]
-            axes[:, axis] = longer / np.linalg.norm(longer)
-            shares[axis] = values[at] / total
-    return axes, shares
+    """Return the first two principal axes `[column, 2]` and their shares of the variance."""
+    _, lengths, axes = np.linalg.svd(centred, full_matrices=False)
+    shares = lengths**2 / (np.sum(lengths**2) or 1)
+    # A single dimension has no second axis.
+    missing = 2 - len(axes[:2])
+    return np.pad(axes[:2], ((0, missing), (0, 0))).T, np.pad(shares[:2], (0, missing))
 
 
 @_check.arguments("plots.selection", selection=SELECTION, ax=AXES)

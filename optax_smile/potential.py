@@ -57,20 +57,9 @@ class PerParameter(_check.Constraint):
 
 
 class Potential(NamedTuple):
-    """The arguments that turn a mean loss into the energy of a posterior.
+    """What turns a mean loss into the energy of a posterior: arguments of `samplers.smile.psmile`.
 
-    Attributes:
-        num_data: number of terms that the mean loss averages, >= 1: examples, or tokens for a
-            language model. A summed loss makes every energy wrong by a factor that nothing
-            downstream can detect.
-        prior_precision: of the prior N(prior_mean, 1 / prior_precision), per parameter, >= 0: a
-            number, or a prefix of the parameter tree with, for each part, a number or, for a leaf,
-            an array of its shape.
-        temperature: of the posterior, > 0; 1 is Bayes. `"auto"`: see `auto_temperature`.
-        prior_mean: centre of the prior, finite, given like `prior_precision`, or `"start"`.
-        log_prior: log density of another prior, `log_prior(params)`, a scalar in nats, up to a
-            constant; it replaces the Gaussian, whose precision must then be 0.
-        excess: of the loss, in nats per example, > 0, which `"auto"` allows.
+    A summed loss makes every energy wrong by a factor that nothing downstream can detect.
     """
 
     num_data: float | jax.Array

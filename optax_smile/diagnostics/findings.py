@@ -328,7 +328,7 @@ def _frozen(run: Run, mixes: np.ndarray) -> Iterator[Sign]:
     moves, still = run.paths.moved, (run.paths.moved == 0).sum(axis=1)
     half = moves.shape[1] / 2
     text = f"{{}} of {moves.shape[1]} draws equal the draw before"
-    yield Sign("frozen", still > half, still, half, text, ".0f", "above {}")
+    yield Sign("frozen", still > half, still, half, text, ".0f", "above half")
     below = run.trace["below_resolution"].mean(axis=1)
     text = "at {} of the draws, the step is too short for the precision of the parameters"
     yield Sign("frozen", below > 0.5, below, 0.5, text, ".0%", "above {}")
@@ -378,9 +378,10 @@ def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Sign]:
     groups, apart[steady] = _groups(run.values[steady])
     if len(groups) > 1:
         listed = _listed([chains[x].tolist() for x in groups])
-        inputs = f"{np.nanmin(apart):.0%} or more of the inputs"
-        text = f"{len(groups)} groups of chains predict differently at {inputs}{listed}"
-        yield Sign("different modes", steady, apart, MANY_INPUTS, text, ".0%", "at {} or more")
+        flagged = f"of the inputs (flagged at {MANY_INPUTS:.0%} or more)"
+        inputs = f"{np.nanmin(apart):.0%} or more {flagged}{listed}"
+        text = f"{len(groups)} groups of chains predict differently at {inputs}."
+        yield Sign("different modes", steady, apart, MANY_INPUTS, text)
         return
     text = "a chain and the one closest to it predict differently at {} of the inputs"
     none = np.zeros_like(steady)

@@ -23,8 +23,8 @@ from optax_smile.diagnostics.findings import (
     share_above,
     step_size_trend,
 )
-from optax_smile.diagnostics.paths import relative, walk
-from optax_smile.diagnostics.statistics import LEAST_DRAWS, LEAST_DRAWS_WITHIN, SNAPSHOTS
+from optax_smile.diagnostics.paths import walk
+from optax_smile.diagnostics.statistics import LEAST_DRAWS, LEAST_DRAWS_WITHIN, Posterior
 from optax_smile.draws._checks import PREDICTION, log_density_of
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
@@ -51,8 +51,6 @@ class Summary:
         nominal_rate: this rate for a perfect fit with the given `reject_quantile`, or NaN.
         num_nonfinite: number of gradients or values that were not finite, `[chain]`.
         temperature: temperature of the posterior, 1 for Bayes, `[chain]`.
-        travelled: distance of the last draw from the start / norm of the start (or of the first
-            draw that is not 0, for a start at 0), `[chain]`.
         copy_of: the first chain with equal draws, bit for bit, `[chain]`; its own number if there
             is none before it. Copies count once in `rhat_across`, `ess` and `mcse`.
         rhat_within: R-hat of the quarters of single predictions or weights, `[chain, point]`.
@@ -73,7 +71,6 @@ class Summary:
     nominal_rate: float
     num_nonfinite: np.ndarray
     temperature: np.ndarray
-    travelled: np.ndarray
     copy_of: np.ndarray
     rhat_within: np.ndarray
     rhat_across: np.ndarray
@@ -128,7 +125,6 @@ class Summary:
             "trend": column(self.step_size_trend, ".2f"),
             "rejections": column(rate, ".2g") if rejects else ["-"],
             "non-finite": column(self.num_nonfinite, ".0f"),
-            "travelled": column(self.travelled, ".2g"),
             "R-hat": column(rhats, ".2f", median_of(self.rhat_across)),
             "LPPD": column(self.chain_lppd, ".5g", self.lppd),
         }
@@ -146,8 +142,6 @@ class Summary:
             "rejections": f"rejected steps per gradient{of}",
         }
         notes += [f"{head}: {text}" for head, text in meanings.items() if head in columns]
-        if "travelled" in columns:
-            notes.append("travelled: distance of the last draw from the start / norm of the start")
         if num_draws < LEAST_DRAWS_WITHIN:
             notes.append(f"R-hat within a chain needs {LEAST_DRAWS_WITHIN} draws.")
         else:
@@ -203,7 +197,7 @@ def _shares(rhats: np.ndarray) -> str:
 
 
 @_check.arguments(
-    snapshots=SNAPSHOTS,
+    snapshots=Posterior(),
     prediction=PREDICTION | None,
     max_inputs=_check.Whole(1),
     seed=_check.Whole(0),
@@ -308,7 +302,6 @@ def summary(
         nominal_rate=nominal_rate(settings),
         num_nonfinite=trace["num_nonfinite"][:, -1],
         temperature=trace["temperature"][:, -1],
-        travelled=relative(paths)[:, -1],
         copy_of=copies,
         rhat_within=rhat_within,
         rhat_across=rhat_across,

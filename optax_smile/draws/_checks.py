@@ -8,7 +8,7 @@ import jax
 import jax.core
 import numpy as np
 
-from optax_smile import _check, _settings, _tree
+from optax_smile import _check, _tree
 from optax_smile._types import Batch
 from optax_smile.draws import likelihoods
 from optax_smile.draws.prediction import Prediction
@@ -29,28 +29,6 @@ SNAPSHOTS = _check.Where(
     is_list,
     "Make them with `Snapshots`, `Snapshots.from_members` or `load_snapshots`.",
 )
-
-
-@dataclass(frozen=True)
-class Posterior(_check.Constraint):
-    """All draws of a sampler: at least one, not iterates of an optimizer, not chosen ones."""
-
-    draws: _check.Constraint
-
-    @property
-    def rule(self) -> str:
-        """The rule of the other constraint."""
-        return self.draws.rule
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        value = self.draws(where, argument, value, given)
-        if not getattr(value, "num_draws", 1):
-            advice = "The run is still in its warm-up or ended there. Load it again later."
-            _check.fail(where, argument, "draws of a run that has at least one", "none", advice)
-        if not _settings.are_posterior(getattr(value, "settings", None)):
-            rule, advice = "draws from a posterior", "`predict` and the metrics accept them."
-            _check.fail(where, argument, rule, _settings.origin(value.settings), advice)
-        return value
 
 
 class Reading(_check.Constraint):

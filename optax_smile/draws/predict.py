@@ -411,10 +411,8 @@ class Predictor:
 
 def _in_full_precision(x: ArrayLike) -> jax.Array:
     """Cast half-precision numbers to float32."""
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x, is_exact = jnp.asarray(x), not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return x if is_exact else x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def batches_of(tree: Value, size: int) -> list[Value]:

@@ -298,11 +298,8 @@ class StoredSnapshots(Draws):
     """Draws in a directory, read on demand: a sequence of parameter trees, ordered draw by draw.
 
     Made by `load_snapshots`. Indices, slices and length work as for `Snapshots`; `draws[i]` reads
-    one draw. `trace` holds the statistics of the draws, `[chain, draw]`. `params` reads all draws
-    into memory, `[chain, draw, ...]`, and `start` the initial parameters, `[chain, ...]`.
-    `manifest` is the content of the manifest. `thinned(every)` selects draws without reading them.
-    The other attributes and methods are those of `Snapshots`. Before the first draw, `trace` and
-    `params` raise a ValueError.
+    one draw. `manifest` is the content of the manifest. Before the first draw, `trace` and `params`
+    raise a ValueError. The other attributes and methods are those of `Snapshots`.
     """
 
     def __init__(self, directory: Path, manifest: Json, structure: Tree, flat: bool):

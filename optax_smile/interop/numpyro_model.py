@@ -203,10 +203,10 @@ class _Refuse(Messenger):
             _check.fail(WHERE, "model", rule, got)
 
 
-def _example(bridge: NumpyroModel, seed: int = 0) -> dict[str, jax.Array]:
-    """Check the sites of the model, and return example parameters, drawn by a seed."""
+def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
+    """Check the sites of the model, and return example parameters."""
     arguments, keywords, _ = _arguments(bridge, bridge.batch)
-    seeded = handlers.seed(_Refuse(bridge.model), jax.random.key(seed))
+    seeded = handlers.seed(_Refuse(bridge.model), jax.random.key(0))
     # An improper prior has no draws.
     begun = handlers.substitute(seeded, substitute_fn=init_to_uniform)
     trace = handlers.trace(begun).get_trace(*arguments, **keywords)

@@ -298,8 +298,7 @@ class TurnAverage(NamedTuple):
     Attributes:
         mean_turn_rate: radians per unit length, scalar; 0 before the first gradient.
         num_turns: gradients that entered, int32.
-        num_outlying: gradients of accepted calls with a reduced weight: zero, or over
-            `LARGEST_RATIO` times the average; int32.
+        num_outlying: gradients of accepted calls with a reduced weight, int32.
     """
 
     mean_turn_rate: jax.Array

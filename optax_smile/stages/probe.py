@@ -30,10 +30,9 @@ class ProbeState(NamedTuple):
         start: their values in the last call, `[entry]`; 0 where it read none.
         is_known: whether the next call can compare them, `[entry]`; False before the first one and
             after a rejected step.
-        num_altered: calls in which they were not where the last call had sent them, int32.
+        num_altered, is_altered: see `state.Stats`.
         num_compared: calls that could compare them, up to `WINDOW`, int32.
         altered_share: share of altered ones among these, later their moving average.
-        is_altered: whether there are too many altered calls for an accident.
     """
 
     start: jax.Array

@@ -103,8 +103,8 @@ class QuantileTuner(Tuner):
         raised = jnp.where(energy < averages.quantile(low), 1 + self.adapt_rate, 1)
         lowered = jnp.where(energy > averages.quantile(high), 1 - self.adapt_rate, raised)
         floor = jnp.minimum(evidence.resolution / evidence.base, factor)
-        adapts = evidence.error.known & averages.settled()
-        adapts &= evidence.num_gradients < _last(self.adapt_steps)
+        last = math.inf if self.adapt_steps is None else self.adapt_steps
+        adapts = evidence.error.known & averages.settled() & (evidence.num_gradients < last)
         adapted = jnp.maximum(factor * lowered, floor)
         return FactorState(jnp.where(adapts, adapted, factor).astype(factor.dtype))
 
@@ -202,7 +202,8 @@ class AngleTuner(Tuner):
         shortest = jnp.maximum(resolution, jnp.finfo(wanted.dtype).eps)
         longest = jnp.maximum(shortest, GROWTH * state.step_size_factor * evidence.base)
         longest = jnp.where(evidence.turns.num_turns > 0, longest, shortest)
-        adapts = is_finite & (evidence.num_gradients < _last(self.adapt_steps))
+        last = math.inf if self.adapt_steps is None else self.adapt_steps
+        adapts = is_finite & (evidence.num_gradients < last)
         usual = jnp.maximum(jnp.minimum(wanted, longest), resolution)
         usual = jnp.where(adapts, usual, jnp.maximum(state.usual_length, shortest))
 
@@ -268,11 +269,6 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     Szegedy, The space complexity of approximating the frequency moments, 1996.
     """
     return AngleTuner(angle, adapt_steps)
-
-
-def _last(adapt_steps: int | None) -> float:
-    """Number of calls after which a tuner no longer adapts."""
-    return math.inf if adapt_steps is None else adapt_steps
 
 
 def choose(where: str, tuner: Tuner | None, step_size: StepSize | None) -> Tuner:
