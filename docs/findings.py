@@ -371,14 +371,15 @@ def draw_held_out(ax: Any, done: Done):
     """Draw the LPPD of more and more draws on held-out data beside that of the start."""
     problem, number = done.run.problem, len(done.draws)
     x, y = problem.held_out or (problem.x, problem.y)
-    counts = sorted({int(n) for n in np.geomspace(NUM_CHAINS, number, 25)})
     arguments: dict[str, Any] = {"likelihood": problem.likelihood, "targets": y}
-    found = optax_smile.predict(problem.outputs, done.draws, x, curve=counts, **arguments)
+    found: Any = optax_smile.predict(problem.outputs, done.draws, x, per="draw", **arguments)
     members = optax_smile.Snapshots.from_members(done.start)
     before = optax_smile.predict(problem.outputs, members, x, **arguments)
     average, start = (metrics.lppd(each.log_density) for each in (found, before))
-    curve = [metrics.lppd(each.log_density) for each in found.curve]
-    ax.plot(counts, curve, color=COLORS[0], label=f"average: {average:.2f}")
+    densities = found.each.log_density.swapaxes(0, 1).reshape(number, -1)
+    counts = np.arange(NUM_CHAINS, number + 1)
+    averaged = np.logaddexp.accumulate(densities).mean(axis=1)[NUM_CHAINS - 1 :]
+    ax.plot(counts, averaged - np.log(counts), color=COLORS[0], label=f"average: {average:.2f}")
     ax.axhline(start, color="black", ls="--", lw=1, label=f"the four of the start: {start:.2f}")
     ax.set(xlabel="draws averaged", ylabel="LPPD on held-out\ndata (nats)", xscale="log")
     ax.legend(loc="lower right", fontsize=9)

@@ -9,7 +9,7 @@ The public names, by what you want to do:
     read a sampler's state    last_accepted (the current draw), stats, Stats
     check your own loop       check, CheckReport; ArgumentError is what bad arguments raise
     sample without a loop     warmstart, then sample; chains_from_weights, parallel
-    get draws from a fit()    recorded, RecordedSampler; interop: Keras, NumPyro, scikit-learn
+    get draws from a fit()    recorded, RecordedSampler; interop: NumPyro, scikit-learn
     watch or steer a run      Run, an iterator over draws; select, Selection
     keep and read draws       Snapshots, StoredSnapshots, load_snapshots
     predict                   predict, Prediction, Outcome, Predictor, Likelihood
@@ -39,11 +39,7 @@ from optax_smile.chains.warmstart import chains_from_weights, warmstart
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import Predictor, predict
 from optax_smile.draws.prediction import Outcome, Prediction
-from optax_smile.draws.snapshots import (
-    Snapshots,
-    StoredSnapshots,
-    load_snapshots,
-)
+from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 from optax_smile.samplers.cyclical_sgld import cyclical_sgld
 from optax_smile.samplers.mclmc import mclmc
 from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc
@@ -57,51 +53,13 @@ from optax_smile.state import Stats, last_accepted, stats
 if TYPE_CHECKING:
     from optax_smile import report
 
-__all__ = [
-    "ArgumentError",
-    "CheckReport",
-    "Likelihood",
-    "Outcome",
-    "Preconditioner",
-    "Prediction",
-    "Predictor",
-    "RecordedSampler",
-    "Run",
-    "Selection",
-    "Snapshots",
-    "Stats",
-    "StoredSnapshots",
-    "Tuner",
-    "angle_tuner",
-    "chains_from_weights",
-    "check",
-    "cyclical_sgld",
-    "diagnostics",
-    "interop",
-    "last_accepted",
-    "load_snapshots",
-    "local",
-    "mclmc",
-    "metrics",
-    "parallel",
-    "plots",
-    "predict",
-    "psgld",
-    "psmile",
-    "published",
-    "quantile_tuner",
-    "recorded",
-    "report",
-    "sample",
-    "scale_adapted_sghmc",
-    "scale_by_gradient_noise",
-    "select",
-    "sghmc",
-    "sgld",
-    "smile",
-    "stats",
-    "warmstart",
-]
+__all__ = ["ArgumentError", "CheckReport", "Likelihood", "Outcome", "Preconditioner", "Prediction"]
+__all__ += ["Predictor", "RecordedSampler", "Run", "Selection", "Snapshots", "Stats"]
+__all__ += ["StoredSnapshots", "Tuner", "angle_tuner", "chains_from_weights", "check"]
+__all__ += ["cyclical_sgld", "diagnostics", "interop", "last_accepted", "load_snapshots", "local"]
+__all__ += ["mclmc", "metrics", "parallel", "plots", "predict", "psgld", "psmile", "published"]
+__all__ += ["quantile_tuner", "recorded", "report", "sample", "scale_adapted_sghmc"]
+__all__ += ["scale_by_gradient_noise", "select", "sghmc", "sgld", "smile", "stats", "warmstart"]
 
 
 def __getattr__(name: str) -> ModuleType:

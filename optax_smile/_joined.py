@@ -22,13 +22,7 @@ LARGEST, FEWEST = 2**10, 3
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which leaves of a tree are joined.
-
-    Attributes:
-        structure: of the tree.
-        shapes: of its leaves.
-        is_small: whether each of them is joined.
-    """
+    """The structure of a tree, the shapes of its leaves, and which of them are joined."""
 
     structure: Tree
     shapes: tuple[tuple[int, ...], ...]
@@ -60,13 +54,7 @@ class Layout:
 )
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """A tree whose small leaves are joined.
-
-    Attributes:
-        joined: the small leaves, one after the other, `[entry]`.
-        apart: the other leaves.
-        layout: which are which.
-    """
+    """A tree whose small leaves are joined, one after the other, `[entry]`."""
 
     joined: jax.Array
     apart: tuple[jax.Array, ...]
@@ -76,12 +64,7 @@ class Joined:
 def choose(params: optax.Params, smallest: int) -> Layout | None:
     """Choose the leaves to join.
 
-    Args:
-        params: the tree.
-        smallest: number of entries of a tree from which on leaves are joined.
-
-    Returns:
-        The layout; None for a smaller tree, for fewer than `FEWEST` small leaves, and on a mesh.
+    None for a tree of fewer than `smallest` entries or `FEWEST` small leaves, and on a mesh.
     """
     leaves, structure = jax.tree.flatten(params)
     is_small = small(leaves)

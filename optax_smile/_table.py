@@ -23,13 +23,8 @@ def described(title: str, rows: Mapping[str, str]) -> str:
     return "\n".join([title, *(f"  {head.ljust(width)}  {text}" for head, text in rows.items())])
 
 
-def described_in_html(title: str, rows: Mapping[str, str]) -> str:
-    """Format a title and rows as HTML for a notebook."""
-    return f"<p><b>{html.escape(title)}</b></p>{in_html(rows.items())}"
-
-
 def in_html(rows: Iterable[Iterable[str]], head: Iterable[str] = ()) -> str:
-    """Format a table as HTML for a notebook."""
+    """Format a table as HTML."""
 
     def line(cells: Iterable[str], tag: str) -> str:
         made = (f'<{tag} style="text-align: left">{html.escape(cell)}</{tag}>' for cell in cells)

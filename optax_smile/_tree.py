@@ -80,12 +80,7 @@ def sums_and_sketch(trees: list[Tree], sketched: Tree) -> tuple[list[jax.Array],
     devices such a reduction would gather its arrays. There each tree is summed by itself, a few
     leaves at a time, since the compiler joins only a few of the sums that cross devices.
 
-    Args:
-        trees: to be summed, of the same shapes.
-        sketched: to be sketched, a tree like them; None for no sketch.
-
-    Returns:
-        The sums, and the sketch: a tuple of `NUM_SIGNS` trees like `sketched` of smaller leaves.
+    All trees have the same shapes. The sketch is a tuple of `NUM_SIGNS` trees of smaller leaves.
     """
     columns = list(zip(*(jax.tree.leaves(tree) for tree in trees), strict=True))
     signed, structure = jax.tree.flatten(sketched)
@@ -275,17 +270,11 @@ def count(counter: jax.Array, more: jax.Array | bool = True) -> jax.Array:
 def map_sampled(
     function: Callable, sampled: Tree, params: Tree, moves: jax.Array | None = None
 ) -> Tree:
-    """Map over the leaves that the sampler sees, and leave all others unchanged.
+    """Map over the leaves that the sampler sees, and leave all others of `params` unchanged.
 
-    Leaves are matched by the names on their paths.
-
-    Args:
-        function: `function(leaf of sampled, leaf of params)`.
-        sampled: the leaves that the sampler sees.
-        params: parameters, which may have more leaves.
-        moves: whether each leaf of `sampled` is mapped `[leaf]`; None: all are.
+    Leaves are matched by the names on their paths. `moves` says which leaves of `sampled` are
+    mapped, `[leaf]`; None: all are.
     """
-
     leaves = enumerate(jax.tree_util.tree_leaves_with_path(sampled))
     seen = {_names(path): (number, leaf) for number, (path, leaf) in leaves}
 
@@ -378,11 +367,8 @@ def shapes_of_one(chains: Tree) -> Tree:
 def local_blocks(tree: Tree) -> Iterator[tuple[int, int, list[np.ndarray]]]:
     """Copy the chains that this process holds to the host, each from one of its devices.
 
-    Args:
-        tree: arrays `[chain, ...]`, sharded only over the chains if they lie on several processes.
-
-    Yields:
-        First and last chain of a block, and its leaves `[chain of the block, ...]`.
+    Yields first and last chain of a block, and its leaves `[chain of the block, ...]`. Arrays on
+    several processes are sharded only over the chains.
     """
     leaves = jax.tree.leaves(tree)
     if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
@@ -415,14 +401,7 @@ def everywhere(tree: Tree) -> Tree:
 
 
 def first_alike(tree: Tree) -> list[int]:
-    """Return for each chain the first one whose arrays are the same, bit for bit.
-
-    Args:
-        tree: arrays `[chain, ...]` on the host or on one device.
-
-    Returns:
-        Numbers of chains: its own if it equals no chain before it.
-    """
+    """Return for each chain of arrays `[chain, ...]` the first one that is equal, bit for bit."""
     first: dict[bytes, int] = {}
     alike = []
     chains = zip(*map(np.asarray, jax.tree.leaves(tree)), strict=True)
@@ -496,9 +475,6 @@ def check_params(where: str, params: Tree, smallest: int):
 
     A node without leaves that is no container passes: Optax maps over a state with such a
     placeholder.
-
-    Raises:
-        ValueError: naming the path of the leaf that does not fit.
     """
     containers = (Mapping, list, tuple, type(None))
     if not isinstance(params, containers) and not jax.tree.leaves(params):

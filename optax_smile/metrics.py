@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -24,8 +24,6 @@ from optax_smile import _check
 from optax_smile._types import by_identity
 from optax_smile.draws.prediction import Prediction, labelled
 
-# What the bins of confidence have in common.
-Equal = Literal["width", "mass"]
 # Default number of bins of confidence, as in Guo et al. 2017.
 NUM_BINS = 15
 # Rows of float32 probabilities, averaged over thousands of draws, differ from 1 by less.
@@ -84,7 +82,6 @@ PADDED = _check.Where("below infinity", lambda density: density != np.inf)
 LOG_DENSITY = _check.Array("[input] or [input, token]", PADDED)
 SCORES, NUMBERS, ENDS = _check.Array("[input]"), _check.Array(each=FINITE), _check.Array()
 CLASSES = {"probabilities": _Probabilities(), "labels": _Labels()}
-BINS = {"num_bins": _check.Whole(1), "equal": _check.OneOf(Equal)}
 NORMALS = {"mean": _check.Array("[input] or [draw, input]", FINITE), "std": _Spreads()}
 
 
@@ -186,42 +183,29 @@ def brier(probabilities: ArrayLike, labels: ArrayLike) -> float:
     return float(np.mean(np.sum(np.subtract(probabilities, one_hot) ** 2, axis=1)))
 
 
-@_check.arguments(**CLASSES, **BINS)
+@_check.arguments(**CLASSES, num_bins=_check.Whole(1))
 def reliability(
-    probabilities: ArrayLike, labels: ArrayLike, num_bins: int = NUM_BINS, equal: Equal = "width"
+    probabilities: ArrayLike, labels: ArrayLike, num_bins: int = NUM_BINS
 ) -> Reliability:
-    """Compare confidence with accuracy in bins of confidence.
+    """Compare confidence with accuracy in `num_bins` >= 1 bins of confidence.
 
-    Args:
-        num_bins: number of bins, >= 1.
-        equal: `"width"`: bins of equal width on [0, 1], each including its upper edge; `"mass"`:
-            bins whose counts differ by at most one, except that equal confidences share a bin
-            (Nixon et al. 2019).
+    The bins have equal width on [0, 1], and each includes its upper edge.
     """
     confidence, right = _confident(probabilities, labels)
-    if equal == "width":
-        bins = np.ceil(confidence * num_bins).astype(int) - 1
-    else:
-        # Twice the number of smaller confidences, where equal ones count half.
-        order = np.sort(confidence)
-        below = sum(np.searchsorted(order, confidence, side) for side in ("left", "right"))
-        bins = np.floor(below / (2 * order.size) * num_bins).astype(int)
-    bins = np.clip(bins, 0, num_bins - 1)
+    bins = np.clip(np.ceil(confidence * num_bins).astype(int) - 1, 0, num_bins - 1)
     count = np.bincount(bins, minlength=num_bins)
     with np.errstate(invalid="ignore"):
         means = [np.bincount(bins, x, num_bins) / count for x in (confidence, right)]
     return Reliability(*means, count=count)
 
 
-@_check.arguments(**CLASSES, **BINS)
-def ece(
-    probabilities: ArrayLike, labels: ArrayLike, num_bins: int = NUM_BINS, equal: Equal = "width"
-) -> float:
+@_check.arguments(**CLASSES, num_bins=_check.Whole(1))
+def ece(probabilities: ArrayLike, labels: ArrayLike, num_bins: int = NUM_BINS) -> float:
     """Compute the expected calibration error (Guo et al. 2017), in [0, 1]; lower is better.
 
     It is the mean of |accuracy - confidence| over the bins of `reliability`, weighted by counts.
     """
-    bins = reliability(probabilities, labels, num_bins, equal)
+    bins = reliability(probabilities, labels, num_bins)
     gaps = np.where(bins.count > 0, np.abs(bins.accuracy - bins.confidence), 0)
     return float(np.sum(bins.count * gaps) / np.sum(bins.count))
 
@@ -328,9 +312,8 @@ def coverage(lower: ArrayLike, upper: ArrayLike, targets: ArrayLike) -> float:
     outside = ~((lower < np.inf) & (upper >= lower) & (upper > -np.inf))
     if outside.any():
         at, rule = np.argmax(outside), ">= `lower`, with `lower` < inf and `upper` > -inf"
-        _check.fail(
-            "coverage", "upper", rule, f"{upper.flat[at]} where `lower` is {lower.flat[at]}"
-        )
+        got = f"{upper.flat[at]} where `lower` is {lower.flat[at]}"
+        _check.fail("coverage", "upper", rule, got)
     return float(np.mean((lower <= targets) & (targets <= upper)))
 
 
@@ -367,8 +350,7 @@ IN_SCORE |= dict.fromkeys(("probabilities", "mean", "std"), "prediction")
 
 
 @_check.arguments(
-    prediction=_check.kind(Prediction, "the result of `predict`"),
-    targets=_check.Array(dtype=None),
+    prediction=_check.kind(Prediction, "the result of `predict`"), targets=_check.Array(dtype=None)
 )
 @_check.called("score", *SCORED, **IN_SCORE)
 def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:

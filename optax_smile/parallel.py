@@ -14,13 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax_smile import _check
 from optax_smile._types import Batch, Tree
 
-__all__ = [
-    "init",
-    "over_chains",
-    "place",
-    "place_batch",
-    "step",
-]
+__all__ = ["init", "over_chains", "place", "place_batch", "step"]
 
 Carry = TypeVar("Carry")
 CHAIN, DATA = "chain", "data"
@@ -125,11 +119,7 @@ def _shardings(
     return jax.tree.unflatten(of_chain, own)
 
 
-@_check.arguments(
-    "parallel.place_batch",
-    batch=_check.Tree(),
-    mesh=MESH,
-)
+@_check.arguments("parallel.place_batch", batch=_check.Tree(), mesh=MESH)
 def place_batch(
     batch: Batch, *, mesh: Mesh | None = None, per_chain: bool = False, stacked: bool = False
 ) -> Batch:
@@ -151,15 +141,13 @@ def place_batch(
     before = (CHAIN,) * per_chain + (None,) * stacked
     size = mesh.shape.get(DATA, 1)
 
-    def of_examples(leaf):
+    def put(leaf):
+        if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
+            return leaf
         shape = np.shape(leaf)
         divides = len(shape) > len(before) and shape[len(before)] % size == 0
         after = (DATA,) if size > 1 and divides else ()
-        return NamedSharding(mesh, PartitionSpec(*before, *after))
-
-    def put(leaf):
-        spread = isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
-        return leaf if spread else _put(leaf, of_examples(leaf))
+        return _put(leaf, NamedSharding(mesh, PartitionSpec(*before, *after)))
 
     return jax.tree.map(put, batch)
 
@@ -233,11 +221,9 @@ def init(
     Cost: `sampler.init` for every chain.
     """
     where = "parallel.init"
-    chains = num_chains(where, params)
-    check_mesh(where, mesh, chains)
+    chains, own = num_chains(where, params), None
     of_params = _shardings(where, params, mesh, specs, "params")
     of_chains = over_chains(sampler.init, mesh=mesh)
-    own = None
     if mesh is not None:
         own = optax.tree.map_params(
             sampler,
@@ -290,10 +276,7 @@ def _split_key(
 
 
 @_check.arguments(
-    "parallel.step",
-    function=_check.Function("(carry, batch)"),
-    carry=STACKED,
-    mesh=MESH,
+    "parallel.step", function=_check.Function("(carry, batch)"), carry=STACKED, mesh=MESH
 )
 def step(
     function: Callable[[Carry, Batch], Carry],

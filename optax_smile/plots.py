@@ -15,7 +15,6 @@ Example:
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -40,8 +39,8 @@ PALETTE += ("#999933", "#AAAAAA")
 FORMATS = ("o-", "s--", "^:")
 # Opacity of a band, and size of a new figure in inches.
 BAND_ALPHA, FIGURE_SIZE = 0.25, (5.6, 4.4)
-# Of a legend: characters in a row, where longer names wrap, and those of a handle; distance below
-# the axes, in sizes of its font, with room for ticks and label.
+# Of a legend: characters in a row, and those of a handle; distance below the axes, in sizes of its
+# font, with room for ticks and label.
 LEGEND_WIDTH, LEGEND_HANDLE, BELOW_AXES = 60, 6, 4.3
 # Area of the largest and smallest dot of a reliability diagram, in square points.
 LARGEST_DOT, SMALLEST_DOT = 350.0, 12.0
@@ -51,8 +50,6 @@ LINEAR_SPREAD = 3.0
 MOST_DOTS = 5_000
 # Enough windows to see a trend; with fewer values in each, the 5 % quantile is their minimum.
 MOST_WINDOWS, LEAST_VALUES = 40, 20
-# Fraction of the variance below which a direction consists of float64 rounding errors.
-RANK_TOLERANCE = 1e-12
 # Nats per input; candidates further below the best of their round do not affect the scale.
 FAR_FROM_BEST = 1.0
 # Horizontal distance between two candidates of a round, as a fraction of its steps.
@@ -186,11 +183,9 @@ def regression_band(
     lower, upper = metrics.interval(mean, std, level)
     middle = np.atleast_2d(np.asarray(mean, float)).mean(axis=0)
     like = _check.Array(like="mean")
-    given = {
-        name: like("plots.regression_band", name, value, {"mean": lower})
-        for name, value in {"inputs": inputs, "targets": targets}.items()
-        if value is not None
-    }
+    passed = {"inputs": inputs, "targets": targets}.items()
+    where, fits = "plots.regression_band", {"mean": lower}
+    given = {name: like(where, name, x, fits) for name, x in passed if x is not None}
     order = np.argsort(given.get("inputs", middle), kind="stable")
     along = given["inputs"][order] if "inputs" in given else np.arange(middle.size)
     ax, title = _open(ax), f"{100 * level:g} % band"
@@ -260,10 +255,9 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> A
     Raises:
         ValueError: the trace lacks these arrays, or their shapes differ.
     """
-    where, accepted = "plots.energy_error", np.array(1)
-    change, gradients = _trace.read(where, trace, "energy_change", "num_gradients")
-    if "accepted" in trace:
-        _, accepted = _trace.read(where, trace, "energy_change", "accepted")
+    names = ["energy_change", "num_gradients", *["accepted"] * ("accepted" in trace)]
+    change, gradients, *marks = _trace.read("plots.energy_error", trace, *names)
+    accepted = marks[0] if marks else np.array(1)
     error = np.where(np.isfinite(change), np.abs(change), np.nan)
     ax = _open(ax)
     if (error > 0).any():
@@ -351,21 +345,12 @@ def _joined(tree: Tree, num_points: int) -> np.ndarray:
 
 
 def _principal_axes(centred: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first two principal axes `[column, 2]` and their shares of the variance.
-
-    With `X` the centred draws, the axes are eigenvectors of `X^T X`. In more dimensions than draws
-    they are `X^T u`, normalized, with the eigenvectors `u` of the smaller `X X^T`.
-    """
-    num_draws, size = centred.shape
-    is_wide = size > num_draws
-    values, vectors = np.linalg.eigh(centred @ centred.T if is_wide else centred.T @ centred)
-    total, axes, shares = values.sum(), np.zeros((size, 2)), np.zeros(2)
-    for axis, at in enumerate((-1, -2)[: len(values)]):
-        if values[at] > RANK_TOLERANCE * total:
-            longer = centred.T @ vectors[:, at] if is_wide else vectors[:, at]
-            axes[:, axis] = longer / np.linalg.norm(longer)
-            shares[axis] = values[at] / total
-    return axes, shares
+    """Return the first two principal axes `[column, 2]` and their shares of the variance."""
+    _, lengths, axes = np.linalg.svd(centred, full_matrices=False)
+    shares = lengths**2 / (np.sum(lengths**2) or 1)
+    # A single dimension has no second axis.
+    missing = 2 - len(axes[:2])
+    return np.pad(axes[:2], ((0, missing), (0, 0))).T, np.pad(shares[:2], (0, missing))
 
 
 @_check.arguments("plots.selection", selection=SELECTION, ax=AXES)
@@ -440,11 +425,9 @@ def _count_gradients(ax: Axes):
 
 def _with_legend(ax: Axes) -> Axes:
     """Add a legend below the axes, where it covers nothing."""
-    handles, labels = ax.get_legend_handles_labels()
-    if handles:
+    if labels := ax.get_legend_handles_labels()[1]:
         columns = max(1, LEGEND_WIDTH // (max(map(len, labels)) + LEGEND_HANDLE))
-        lines = [textwrap.fill(label, LEGEND_WIDTH) for label in labels]
         look = {"fontsize": "small", "frameon": False, "ncols": min(len(labels), columns)}
         place = {"bbox_to_anchor": (0.5, 0), "borderaxespad": BELOW_AXES}
-        ax.legend(handles, lines, loc="upper center", **place, **look)
+        ax.legend(loc="upper center", **place, **look)
     return ax

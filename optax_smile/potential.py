@@ -57,20 +57,9 @@ class PerParameter(_check.Constraint):
 
 
 class Potential(NamedTuple):
-    """The arguments that turn a mean loss into the energy of a posterior.
+    """What turns a mean loss into the energy of a posterior: arguments of `samplers.smile.psmile`.
 
-    Attributes:
-        num_data: number of terms that the mean loss averages, >= 1: examples, or tokens for a
-            language model. A summed loss makes every energy wrong by a factor that nothing
-            downstream can detect.
-        prior_precision: of the prior N(prior_mean, 1 / prior_precision), per parameter, >= 0: a
-            number, or a prefix of the parameter tree with, for each part, a number or, for a leaf,
-            an array of its shape.
-        temperature: of the posterior, > 0; 1 is Bayes. `"auto"`: see `auto_temperature`.
-        prior_mean: centre of the prior, finite, given like `prior_precision`, or `"start"`.
-        log_prior: log density of another prior, `log_prior(params)`, a scalar in nats, up to a
-            constant; it replaces the Gaussian, whose precision must then be 0.
-        excess: of the loss, in nats per example, > 0, which `"auto"` allows.
+    A summed loss makes every energy wrong by a factor that nothing downstream can detect.
     """
 
     num_data: float | jax.Array
@@ -101,10 +90,9 @@ def check_prior(where: str, potential: Potential, params: optax.Params):
         try:
             spread = _spread(prefix, params)
         except (ValueError, TypeError):
-            rule = "a number or a prefix of the parameter tree"
-            got = f"one with leaves at {_places(prefix)}"
+            rule, got = "a number or a prefix of the parameter tree", _places(prefix)
             advice = f"The parameters have leaves at {_places(params)}."
-            _check.fail(where, argument, rule, got, advice)
+            _check.fail(where, argument, rule, f"one with leaves at {got}", advice)
         shapes = jax.tree_util.tree_leaves_with_path(params)
         for (path, leaf), value in zip(shapes, jax.tree.leaves(spread), strict=True):
             if jnp.shape(value) not in ((), leaf.shape):
@@ -135,15 +123,6 @@ def with_log_prior(
     """Add a prior that is a function to the mean loss, as -log_prior / num_data.
 
     Where its density is 0, the gradient is NaN and the loss infinite, and the step is rejected.
-
-    Args:
-        potential: the posterior.
-        updates: gradient of the mean loss.
-        value: the mean loss, or None.
-        params: at which both were computed.
-
-    Returns:
-        Gradient and mean loss of data and prior together.
     """
     if potential.log_prior is None:
         return updates, value
@@ -222,9 +201,7 @@ def _spread(prefix: Tree, params: optax.Params) -> Tree:
 
 def _prior(potential: Potential, params: optax.Params) -> tuple[optax.Params, optax.Params]:
     """Expand the prior's precision over the temperature, and its mean, to every leaf."""
-    precision, mean = (
-        _spread(x, params) for x in (potential.prior_precision, potential.prior_mean)
-    )
+    precision, mean = (_spread(getattr(potential, name), params) for name in PRIOR)
     return jax.tree.map(lambda x: x / potential.temperature, precision), mean
 
 
@@ -269,13 +246,7 @@ def excess_loss(potential: Potential, curvature: float, num_parameters: int) -> 
 
         T / 2 * H d / (N H + P d)
 
-    Args:
-        potential: the posterior, with numbers.
-        curvature: H, >= 0.
-        num_parameters: d.
-
-    Returns:
-        Nats per example; at most T d / (2 N), and T H / (2 P).
+    nats per example, which is at most T d / (2 N), and T H / (2 P).
     """
     if curvature <= 0:
         return 0.0
@@ -290,14 +261,7 @@ def least_excess_loss(potential: Potential, curvature: float, square: float) -> 
 
         T / 2 * H^2 / (N S + P H)
 
-    Args:
-        potential: the posterior, with numbers.
-        curvature: H, >= 0.
-        square: S, >= 0.
-
-    Returns:
-        Nats per example; exact where the loss has one curvature in all directions in which it has
-        any.
+    nats per example: exactly so much where all directions with any curvature have the same.
     """
     if curvature <= 0 or square <= 0:
         return 0.0

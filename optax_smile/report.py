@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 from optax_smile import _check, _disk, _settings, _table, diagnostics, plots
 from optax_smile._types import Options, Tree
 from optax_smile.draws import _format
-from optax_smile.draws.prediction import Outcome, Prediction
+from optax_smile.draws.prediction import Outcome, Prediction, labelled
 from optax_smile.draws.snapshots import StoredSnapshots, load_snapshots
 from optax_smile.metrics import score
 
@@ -133,7 +133,9 @@ def _judgement(run: StoredSnapshots, stored: list[Stored]) -> Iterator[str]:
     mark = f"<span>{len(summary.findings)} found</span>" * bool(summary.findings)
     by = f"the prediction “{of.name}”" if of else "weights: `store` added none of all draws"
     yield f"<h2>Can the chains be trusted? {mark}</h2><p>Judged by {html.escape(by)}.</p>"
-    yield f'<div class="wide">{summary._repr_html_()}</div>'
+    table, _, notes = str(summary).partition("\n\n")
+    yield f'<div class="wide"><pre>{html.escape(table)}</pre></div>'
+    yield f'<p style="white-space: pre-line">{html.escape(notes)}</p>'
 
 
 def _figure(draw: Callable[..., object], caption: str) -> str:
@@ -164,9 +166,10 @@ def _pictures(run: StoredSnapshots, size: int, stored: list[Stored]) -> Iterator
     paths = partial(plots.chain_paths, draws.params, start=run.start)
     yield paths, "In a good run the paths overlap, and none keeps moving in one direction."
     known = [one for one in stored if one.targets is not None and one.prediction.mean is not None]
-    if classes := [one for one in known if one.prediction.uncertainty == "entropy"]:
+    if classes := [x for x in known if x.prediction.uncertainty == "entropy"]:
+        given = [(x.name, labelled(x.prediction.mean, x.targets)) for x in classes]
         yield (
-            lambda ax: [plots.reliability(*_classes(x), label=x.name, ax=ax) for x in classes],
+            lambda ax: [plots.reliability(*pair, label=name, ax=ax) for name, pair in given],
             "Calibrated predictions lie on the dotted line; below it they are overconfident.",
         )
     for one in known:
@@ -174,14 +177,6 @@ def _pictures(run: StoredSnapshots, size: int, stored: list[Stored]) -> Iterator
         if one.prediction.uncertainty == "variance" and np.ndim(mean) == 1:
             draw = partial(plots.regression_band, None, mean, np.sqrt(total), one.targets)
             yield draw, f"{one.name}: the band should contain its nominal share of the targets."
-
-
-def _classes(one: Stored) -> tuple[np.ndarray, np.ndarray]:
-    """Return probabilities `[input, class]`, also where only those of class 1 are known; labels."""
-    mean, labels = np.asarray(one.prediction.mean), np.asarray(one.targets)
-    if mean.shape == labels.shape:
-        mean, labels = np.stack([1 - mean.ravel(), mean.ravel()], axis=1), labels.ravel()
-    return mean, labels.astype(int)
 
 
 def _settings_of(run: StoredSnapshots) -> Iterator[tuple[str, str]]:

@@ -29,19 +29,13 @@ AFTER = (
 
 
 class LastUpdate(NamedTuple):
-    """Facts about the last call of `update` and the parameters that it received.
+    """Facts about the last call of `update`; for fields that are not listed see `Stats`.
 
     Attributes:
-        energy_change: energy gained by the step that ended there, nats; 0 if unknown, since loops
-            that compare the states of replicas would fail on a NaN.
+        energy_change: as in `Stats`, but 0 if unknown, since loops that compare the states of
+            replicas would fail on a NaN.
         has_energy: whether it is known.
-        energy_level: 0 if the loop passed only gradients, 1 if it also passed `value`; int32.
-        accepted: whether the step that ended there was accepted.
-        step_end: whether they were the end of a whole step.
-        is_draw: whether the last accepted step end counts as a draw from the posterior.
-        below_resolution: whether the next step is too short for the precision of the parameters.
         last_temperature: of the posterior; `inject_hyperparams` has the name without "last".
-        num_gradients: calls so far, int32.
         fingerprint: `_tree.fingerprint` of the gradient that the loop passed, zeros if the call was
             rejected.
     """
@@ -65,15 +59,7 @@ class LastUpdate(NamedTuple):
         fingerprint: jax.Array,
         **others: jax.Array,
     ) -> LastUpdate:
-        """Record a call.
-
-        Args:
-            temperature: of the posterior.
-            value: mean loss, or None.
-            reject: whether the call rejects the open step.
-            fingerprint: fingerprint of its gradient.
-            others: further fields that change.
-        """
+        """Record a call, whether it rejects the open step, and `others`, further fields."""
         last = self.last_temperature
         return self._replace(
             energy_level=jnp.full_like(self.energy_level, value is not None),
@@ -228,15 +214,9 @@ class SamplerState(Protocol):
 
 
 def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
-    """Find the one sampler state inside a larger state.
+    """Find the one sampler state inside a larger state, after which nothing may come in a chain.
 
-    Args:
-        state: what `init` or `update` of a transformation returned.
-        where: the function that asks.
-        argument: its argument.
-
-    Raises:
-        ValueError: there is none, or more than one, or something comes after it in a chain.
+    `where` and `argument` name the function that asks and its argument.
     """
     kind, missing, advice = "a transformation", "one without a sampler", ""
     if argument == "state":
@@ -403,7 +383,18 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
             raise
         rule = "a tree like the one given to `init`"
         _check.fail("last_accepted", "params", rule, _check.show(params))
-    _check_finite(sampler, params)
+    # Only the leaves that the sampler moves; traced ones pass.
+    sampled = getattr(sampler, "sampled", None)
+    if sampled is not None and is_concrete(sampled.has_gradient):
+        leaves = _tree.leaves_like(getattr(sampler, "like_params", None), params) or []
+        pairs = zip(leaves, np.asarray(sampled.has_gradient), strict=False)
+        known = [leaf for leaf, moves in pairs if moves and is_concrete(leaf)]
+        if known and not _tree.all_finite(known):
+            advice = (
+                "The parameters of the loop are not finite. Samplers reject steps from gradients"
+                " that are not: what else changes the parameters?"
+            )
+            _check.fail("last_accepted", "params", "finite", "nan or inf", advice)
     if is_concrete(last.is_altered) and last.is_altered:
         rule = "that of a loop in which only the sampler changes the parameters"
         got = (
@@ -413,19 +404,3 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
         remedy = "Did the loop skip, scale or clip updates?"
         _check.fail("last_accepted", "state", rule, got, remedy)
     return draw
-
-
-def _check_finite(sampler: Tree, params: Tree):
-    """Require finite numbers in the leaves that the sampler moves; traced ones pass."""
-    sampled = getattr(sampler, "sampled", None)
-    if sampled is None or not is_concrete(sampled.has_gradient):
-        return
-    leaves = _tree.leaves_like(sampler.like_params, params) or []
-    pairs = zip(leaves, np.asarray(sampled.has_gradient), strict=False)
-    known = [leaf for leaf, moves in pairs if moves and is_concrete(leaf)]
-    if known and not _tree.all_finite(known):
-        advice = (
-            "The parameters of the loop are not finite. Samplers reject steps from gradients that"
-            " are not: what else changes the parameters?"
-        )
-        _check.fail("last_accepted", "params", "finite", "nan or inf", advice)

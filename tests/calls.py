@@ -156,8 +156,7 @@ def predictions(path):
     reading: dict[str, Any] = {"apply_fn": apply_fn, "inputs": INPUTS, "likelihood": "categorical"}
     reading |= {"targets": LABELS, "batch_size": 2, "per": "draw", "mesh": None, "specs": None}
     prediction = optax_smile.predict(snapshots=snapshots, **reading)
-    averaged = {"snapshots": snapshots, "curve": (2,)}
-    yield "predict", optax_smile.predict, reading | averaged
+    yield "predict", optax_smile.predict, reading | {"snapshots": snapshots}
 
     def predictor(**arguments):
         made = optax_smile.Predictor(**arguments)
@@ -204,7 +203,7 @@ def scores():
     for name in ("accuracy", "aurc", "auroc", "brier", "f1", "risk_coverage"):
         yield f"metrics.{name}", getattr(metrics, name), classes
     for name in ("ece", "reliability"):
-        yield f"metrics.{name}", getattr(metrics, name), classes | {"num_bins": 3, "equal": "mass"}
+        yield f"metrics.{name}", getattr(metrics, name), classes | {"num_bins": 3}
     yield "metrics.lppd", metrics.lppd, {"log_density": VECTOR}
     yield "metrics.perplexity", metrics.perplexity, {"log_density": VECTOR}
     foreign = {"inside": VECTOR, "outside": VECTOR}

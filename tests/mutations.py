@@ -348,12 +348,12 @@ DEFECTS = r"""
 - x * jnp.exp(of_x - base) + y * jnp.exp(of_y - base)
 + x + y
 = total variance without that of the means | test_gaussian
-- variance += self.spread / self.count
-+ variance += 0 * self.spread
+- variance = self.variance + self.spread / self.count
++ variance = self.variance + 0 * self.spread
 # draws/predict.py | test_predict.py
 = draws of the chains mixed up | categorical_equals
-- np.swapaxes(by_draw, 0, 1)
-+ by_draw.reshape(by_draw.shape[1], -1, *flat.shape[1:])
+- x.reshape(*axes, *x.shape[1:]).swapaxes(0, 1)
++ x.reshape(*axes[::-1], *x.shape[1:])
 # draws/predict.py | devices/test_predict_on_meshes.py
 = chains on a mesh averaged together | on_a_mesh
 - group = first // self._rows % self._num_groups
@@ -468,8 +468,8 @@ DEFECTS = r"""
 +         if wide :=
 # draws/predict.py | test_predict.py
 = total variance takes the unbiased spread of the means | gaussian
-- variance += self.spread / self.count
-+ variance += self.spread / jnp.maximum(self.count - 1, 1)
+- variance = self.variance + self.spread / self.count
++ variance = self.variance + self.spread / jnp.maximum(self.count - 1, 1)
 # draws/snapshots.py | test_snapshots.py
 = thinned keeps the cached trace of all draws | disk_and_memory
 -         vars(thinned).pop("trace", None)
@@ -488,8 +488,8 @@ DEFECTS = r"""
 + statistics.mcse_lppd(density)
 # metrics.py | test_metrics.py
 = bins of equal width hold their lower edge | ece_by_hand
-- bins = np.ceil(confidence * num_bins).astype(int) - 1
-+ bins = np.floor(confidence * num_bins).astype(int)
+- np.ceil(confidence * num_bins).astype(int) - 1
++ np.floor(confidence * num_bins).astype(int)
 # parallel.py | test_sampling.py
 = key is ignored for a single chain | single_chain
 - if key is None and chains == 1:

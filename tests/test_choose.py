@@ -56,7 +56,7 @@ def test_tiny_and_impossible_densities():
 
 @pytest.mark.parametrize("form", ["memory", "disk", "flat"])
 def test_chosen_draws_predict_but_are_no_sample(form, tmp_path):
-    """In memory and on disk, where one is rounded; `curve` scores the first k of them."""
+    """In memory and on disk, where one is rounded, and scores of the first k of them."""
     start: Any = {"w": jnp.arange(6.0).reshape(3, 2), "frozen": [jnp.zeros((3, 5))]}
     given: dict[str, Any] = {"num_warmup": 2, "num_draws": 4, "thin": 2, "key": 0, "check": False}
     given |= {"directory": None if form == "memory" else tmp_path / "run", "progress": False}
@@ -77,9 +77,9 @@ def test_chosen_draws_predict_but_are_no_sample(form, tmp_path):
     for one, index in zip(few, indices, strict=True):
         jax.tree.map(np.testing.assert_array_equal, one, draws[index])
     density = prediction.each.log_density[indices % 3, indices // 3]
-    curve = optax_smile.predict(outputs, few, x, curve=range(1, 6), **given).curve
-    expected = [lppd(density[: k + 1]) for k in range(5)]
-    np.testing.assert_allclose([one.log_density.mean() for one in curve], expected, rtol=1e-4)
+    for number in range(1, 6):
+        found = optax_smile.predict(outputs, few[:number], x, **given).log_density
+        assert found.mean() == pytest.approx(lppd(density[:number]), rel=1e-4)
     assert "draws chosen by their indices, not posterior draws" in repr(few)
     for function in (diagnostics.summary, diagnostics.to_arviz):
         with pytest.raises(ArgumentError, match=r"from a posterior, got draws chosen by their ind"):

@@ -120,29 +120,6 @@ def test_ece_by_hand():
     assert metrics.ece(np.eye(3), [0, 1, 2]) == 0 and metrics.ece(np.eye(3), [1, 2, 0]) == 1
 
 
-def test_equal_mass_against_a_sorted_split():
-    probabilities, labels = random_predictions(1, num_inputs=120)
-    confidence, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
-    for num_bins in (1, 3, 8, 40):
-        parts = np.array_split(np.argsort(confidence), num_bins)
-        means = np.array([(confidence[part].mean(), right[part].mean()) for part in parts]).T
-        bins = metrics.reliability(probabilities, labels, num_bins, equal="mass")
-        np.testing.assert_allclose((bins.confidence, bins.accuracy), means, atol=1e-12)
-        got = metrics.ece(probabilities, labels, num_bins, equal="mass")
-        assert got == pytest.approx(np.mean(np.abs(means[1] - means[0])), abs=1e-12)
-    for num_inputs, num_bins in itertools.product((1, 2, 7, 41), (1, 2, 3, 7, 40)):
-        predictions = random_predictions(num_inputs, num_inputs)
-        count = metrics.reliability(*predictions, num_bins, equal="mass").count
-        assert count.sum() == num_inputs and count.max() - count.min() <= 1
-
-
-def test_equal_mass_keeps_equal_confidences_together():
-    given: Any = [[0.6, 0.4]] * 5 + [[0.8, 0.2]] * 3, [0, 1] * 4, 4, "mass"
-    assert sorted(metrics.reliability(*given).count.tolist()) == [0, 0, 3, 5]
-    # 3 of 5 right at .6, 1 of 3 right at .8: errors 0 and .8 - 1/3.
-    assert metrics.ece(*given) == pytest.approx(3 / 8 * (0.8 - 1 / 3), abs=1e-12)
-
-
 def test_scores_outside_the_distribution_agree_with_scikit_learn():
     for num_inputs, decimals in itertools.product((1, 19, 20, 21, 100, 237), (0, 8)):
         generator = np.random.default_rng(num_inputs)

@@ -1,11 +1,8 @@
 """What draws, predictions and summaries look like, and how draws are counted."""
 
-import collections
 import dataclasses
 import functools
-import html
 import inspect
-import re
 from typing import Any
 
 import jax
@@ -92,7 +89,7 @@ def test_stored_draws_are_read_one_by_one(stored, monkeypatch):
     read.clear()
     with pytest.raises(IndexError):
         stored[ALL]
-    assert len(repr(stored)) + len(stored._repr_html_()) and read == []
+    assert repr(stored) and read == []
     assert first_entry(next(iter(stored))) == IN_ORDER[0] and read == [0]
 
 
@@ -179,7 +176,7 @@ def large() -> optax_smile.Snapshots:
 
 @functools.cache
 def classes():
-    given: dict[str, Any] = {"likelihood": "categorical", "per": "draw", "curve": (1, 2)}
+    given: dict[str, Any] = {"likelihood": "categorical", "per": "draw"}
     inputs, targets = np.ones((50, 3), np.float32), np.zeros(50, int)
 
     def outputs(params: Any, x):
@@ -219,13 +216,9 @@ OBJECTS = {
 @pytest.mark.parametrize("name", [*OBJECTS, "stored"])
 def test_one_to_ten_lines(name, stored):
     shown = stored if name == "stored" else OBJECTS[name]()
-    text, page = repr(shown), shown._repr_html_()
+    text = repr(shown)
     assert 1 <= len(text.splitlines()) <= 10 and max(map(len, text.splitlines())) <= 120
     assert "array(" not in text and " at 0x" not in text
-    tags = collections.Counter(re.findall(r"<(/?\w+)", page))
-    for tag in {tag.strip("/") for tag in tags}:
-        assert tag in {"p", "b", "table", "tr", "th", "td"} and tags[tag] == tags[f"/{tag}"]
-    assert text.splitlines()[0] in html.unescape(re.sub("<[^>]*>", "", page))
 
 
 def test_what_the_lines_say(stored):
@@ -242,8 +235,8 @@ def test_what_the_lines_say(stored):
     assert "3,240 numbers per draw, 5.18 MB in total" in repr(large())
     assert "kernel float32[9, 9], 39 more" in repr(large())
     density = f"log_density  float32[50], mean {np.mean(classes().log_density):.4f}"
-    each, curve = "mean float32[3, 4, 50, 3]", "predictions after 2 numbers of snapshots"
-    assert all(text in repr(classes()) for text in (density, "(entropy)", each, curve))
+    each = "mean float32[3, 4, 50, 3]"
+    assert all(text in repr(classes()) for text in (density, "(entropy)", each))
     single = repr(optax_smile.Snapshots(np.ones((1, 1)), {"step_size": np.ones((1, 1))}))
     assert single.splitlines()[0] == "Snapshots: 1 chain of 1 draw"
     assert "1 number per draw" in single and "at 1 tick" in single
@@ -258,10 +251,10 @@ def test_what_is_traced_prints():
 
 
 def test_a_summary_in_short_names_what_is_wrong():
-    text, page = repr(sick()), sick()._repr_html_()
+    text = repr(sick())
     assert "Summary: 9 chains of 50 draws" in text and "LPPD" in text and "-0.5" in text
     assert "median 1.23 within chains, 2.50 across" in text
     assert "Chain 3: problem 3" in text and "problem 4" not in text
     assert "for 5 more findings, and advice" in text
-    assert page.count("&lt;try&gt; this") == 9 and page.count("<tr>") == 1 + 9 + 1
+    assert str(sick()).count("<try> this") == 9
     assert "Nothing looks wrong" in repr(sick(0))

@@ -69,14 +69,12 @@ def assert_average(got, log_probabilities):
 
 @pytest.mark.parametrize("batch_size", [None, 7])
 def test_categorical_equals_the_average_over_everything_at_once(batch_size):
-    got = classify(per="draw", curve=(1, 8, 100), batch_size=batch_size)
+    got = classify(per="draw", batch_size=batch_size)
     assert_average(got, IN_ORDER)
     probabilities = np.exp(LOG_PROBABILITIES)
     np.testing.assert_allclose(got.each.mean, probabilities, atol=1e-5)
     np.testing.assert_allclose(got.each.log_density, CHOSEN, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got.each.entropy, entropy(probabilities), atol=1e-5)
-    for count, point in zip((1, 8, 100), got.curve, strict=True):
-        assert_average(point, IN_ORDER[:count])
     # Each chain alone.
     got, average = classify(per="chain", batch_size=batch_size).each, probabilities.mean(1)
     np.testing.assert_allclose(got.mean, average, atol=1e-6)
@@ -190,14 +188,12 @@ def test_padding_is_nan_in_every_prediction_and_counts_in_no_score():
     draws = optax_smile.Snapshots(np.zeros((2, 3), np.float32))
     for likelihood in ("tokens", own):
         for batch_size in (None, 3):
-            given: dict[str, Any] = {"batch_size": batch_size, "curve": (2,)}
             by_draw, by_chain = (
-                predict(logits, draws, likelihood, labels, inputs, per=per, **given)
+                predict(logits, draws, likelihood, labels, inputs, per=per, batch_size=batch_size)
                 for per in ("draw", "chain")
             )
             for found, shape in (
                 (by_draw, ()),
-                (by_draw.curve[0], ()),
                 (by_draw.each, (2, 3)),
                 (by_chain.each, (2,)),
             ):
@@ -341,7 +337,6 @@ MISFITS = (
     ("likelihood", own(log_density=None), "with a `log_density` for the targets"),
     ("likelihood", own(variance=lambda x: x[:, :1]), r"has the shape \(30, 5\) of its mean, got"),
     ("likelihood", own(mean=jnp.mean), "one that returns arrays .* of 30 inputs"),
-    ("curve", (2, 101), "integers <= 100, the number of snapshots"),
     ("snapshots", Draws(ONE), "the same number of draws of each of the 2 chains, got 1"),
     ("per", "draw", r"None for snapshots without `num_chains`.* `Snapshots.from_draws\(snap"),
     ("inputs", (INPUTS, INPUTS[:9]), "equal leading axes, none of them empty, got"),

@@ -103,14 +103,9 @@ STEP_SIZES = {
         "steadier": "`quantile_tuner(adapt_steps=...)` with `adapt_steps` below num_warmup:"
         " otherwise the step size never settles",
     },
-    "other tuner": {
-        "shorter": "a tuner that makes shorter steps",
-        "longer": "a tuner that makes longer steps",
-        "steadier": "a tuner that comes to rest within num_warmup",
-    },
     "schedule": {"shorter": "a schedule of smaller steps", "longer": "a schedule of larger steps"},
     "number": {"shorter": "a smaller step size", "longer": "a larger step size"},
-    "unknown": {
+    "another tuner": {
         "shorter": "shorter steps",
         "longer": "longer steps",
         "steadier": "a larger num_warmup, until the steps have their final length",
@@ -125,14 +120,13 @@ NOISE = (
 
 
 def chooser(settings: Settings) -> str:
-    """Return what chooses the step size of a sampler, a key of `STEP_SIZES`."""
+    """Return what chooses the step size of a sampler, if it is known, a key of `STEP_SIZES`."""
     tuner = settings.get("tuner")
-    if tuner is not None:
-        name = tuner.get("name") if isinstance(tuner, Mapping) else None
-        return name if name in ("angle_tuner", "quantile_tuner") else "other tuner"
-    step_size = settings.get("step_size")
+    if isinstance(tuner, Mapping) and tuner.get("name") in STEP_SIZES:
+        return str(tuner["name"])
+    step_size = None if tuner is not None else settings.get("step_size")
     # A function is stored by its name.
-    return {str: "schedule", type(None): "unknown"}.get(type(step_size), "number")
+    return {str: "schedule", type(None): "another tuner"}.get(type(step_size), "number")
 
 
 def nominal_rate(settings: Settings) -> float:
@@ -188,7 +182,7 @@ class Sign(NamedTuple):
     """The outcome of one test: which chains fail, and the number that was tested, `[chain]`.
 
     `kind` is a key of `ADVICE`; `text` is a sentence with "{}" in the place of the numbers, and
-    `flagged` says beyond which numbers a chain fails.
+    `flagged` says on which side of the bound, "{}", a chain fails.
     """
 
     kind: str
@@ -232,9 +226,9 @@ def _check_of(sign: Sign, run: Run, arrives: np.ndarray) -> Check:
     chains = np.flatnonzero(np.isfinite(sign.values) & arrives if passed else sign.chains)
     value = sign.values[chains].tolist()
     ends = dict.fromkeys(format(end(value), sign.form) for end in (min, max) if value)
-    text = sign.text.format(" to ".join(ends))
-    text += f" (flagged {sign.flagged})." if sign.flagged else ""
-    bound = float(sign.bound)
+    text, bound = sign.text.format(" to ".join(ends)), float(sign.bound)
+    beyond = format(bound, ".0%" if "%" in sign.form else ".3g")
+    text += f" (flagged {sign.flagged.format(beyond)})." if sign.flagged else ""
     return Check(sign.kind, tuple(chains.tolist()), tuple(value), bound, passed, advice, text)
 
 
@@ -301,13 +295,10 @@ def _diverged(run: Run) -> Iterator[Sign]:
     size = _late(run.paths.norm) / expected
     # The scale of another prior is unknown.
     if run.settings.get("log_prior") is None:
-        larger, above = (
-            "or of a draw from the prior if that is larger",
-            f"above {DIVERGENCE_RATIO:g}",
-        )
-        text = f"the norm of the parameters is {{}} times that of the start, {larger}"
+        text = "the norm of the parameters is {} times that of the start,"
+        text += " or of a draw from the prior if that is larger"
         far = (expected > 0) & (size > DIVERGENCE_RATIO)
-        yield Sign("diverged", far, size, DIVERGENCE_RATIO, text, flagged=above)
+        yield Sign("diverged", far, size, DIVERGENCE_RATIO, text, flagged="above {}")
     if run.density is not None:
         # Compare averages over a third of the draws: single draws may fail at an input where their
         # average does not. Give impossible targets a finite density.
@@ -327,7 +318,7 @@ def _diverged(run: Run) -> Iterator[Sign]:
             (fallen, fallen > far, "that of its first draws"),
         ):
             text = f"the log likelihood of most inputs is {{}} nats below {reference}"
-            yield Sign("diverged", fails, nats, far, text, flagged=f"above {far:.3g}")
+            yield Sign("diverged", fails, nats, far, text, flagged="above {}")
 
 
 def _frozen(run: Run, mixes: np.ndarray) -> Iterator[Sign]:
@@ -340,7 +331,7 @@ def _frozen(run: Run, mixes: np.ndarray) -> Iterator[Sign]:
     yield Sign("frozen", still > half, still, half, text, ".0f", "above half")
     below = run.trace["below_resolution"].mean(axis=1)
     text = "at {} of the draws, the step is too short for the precision of the parameters"
-    yield Sign("frozen", below > 0.5, below, 0.5, text, ".0%", "above 50%")
+    yield Sign("frozen", below > 0.5, below, 0.5, text, ".0%", "above {}")
     # The largest of the last third, for a schedule that goes in cycles.
     sizes = run.trace["step_size"]
     size, last = sizes[:, 2 * sizes.shape[1] // 3 :].max(axis=1), _late(moves)
@@ -349,8 +340,8 @@ def _frozen(run: Run, mixes: np.ndarray) -> Iterator[Sign]:
         ("the step size is {} times that of other chains", size / _others(size)),
         ("successive draws are {} times as far apart as in other chains", last / _others(last)),
     ):
-        low, flagged = (share < FROZEN_RATIO) & ~mixes, f"below {FROZEN_RATIO:g}"
-        yield Sign("frozen", low, share, FROZEN_RATIO, text, flagged=flagged)
+        low = (share < FROZEN_RATIO) & ~mixes
+        yield Sign("frozen", low, share, FROZEN_RATIO, text, flagged="below {}")
 
 
 def _unsettled(run: Run, rhats: np.ndarray) -> Iterator[Sign]:
@@ -359,27 +350,25 @@ def _unsettled(run: Run, rhats: np.ndarray) -> Iterator[Sign]:
         falls = run.trace["on_its_way"]
         share = falls[:, -max(1, falls.shape[1] // 3) :].mean(axis=1)
         text = "the energy was still falling at {} of the later records"
-        yield Sign("still on its way", share > 0.5, share, 0.5, text, ".0%", "above 50%")
+        yield Sign("still on its way", share > 0.5, share, 0.5, text, ".0%", "above {}")
     if run.num_draws >= LEAST_DRAWS_JUDGED:
         bound = HIGH_WEIGHT_RHAT if run.values is None else HIGH_RHAT
         text = "the median R-hat of the quarters of the chain is {}"
-        yield Sign("not settled", rhats > bound, rhats, bound, text, ".2f", f"above {bound:g}")
+        yield Sign("not settled", rhats > bound, rhats, bound, text, ".2f", "above {}")
 
 
 def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Sign]:
     """Yield signs that there are few independent draws, or that the chains disagree."""
     if run.values is None or run.num_draws < LEAST_DRAWS_JUDGED or not arrived.any():
         return
-    bound, most = GOOD_RHATS[-1], MANY_INPUTS
-    if run.num_draws < LEAST_DRAWS_SLOW:
-        most = MANY_INPUTS_OF_FEW_DRAWS
-    flagged = f"above {most:.0%}"
+    bound, is_short = GOOD_RHATS[-1], run.num_draws < LEAST_DRAWS_SLOW
+    most = MANY_INPUTS_OF_FEW_DRAWS if is_short else MANY_INPUTS
     share = np.array([*map(share_above, run.rhat_within)])
     # Test all chains together: inputs are correlated, so many may be high by chance in one chain.
     is_slow = share_above(run.rhat_within[arrived]) > most
     few = f"fewer than {2 / (bound - 1):.0f} independent draws"
     text = f"{{}} of the R-hats within the chain are above {bound}, which corresponds to {few}"
-    yield Sign("slow", arrived & is_slow & (share > most), share, most, text, ".0%", flagged)
+    yield Sign("slow", arrived & is_slow & (share > most), share, most, text, ".0%", "above {}")
     steady = arrived & (run.copy_of == np.arange(len(arrived)))
     if not is_slow:
         yield from _few_independent(run.values, steady)
@@ -387,21 +376,21 @@ def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Sign]:
         return
     chains, apart = np.flatnonzero(steady), np.full(len(steady), np.nan)
     groups, apart[steady] = _groups(run.values[steady])
-    at_least, listed = (
-        f"at {MANY_INPUTS:.0%} or more",
-        _listed([chains[x].tolist() for x in groups]),
-    )
     if len(groups) > 1:
-        inputs = f"{np.nanmin(apart):.0%} or more of the inputs (flagged {at_least})"
-        text = f"{len(groups)} groups of chains predict differently at {inputs}{listed}."
+        listed = _listed([chains[x].tolist() for x in groups])
+        flagged = f"of the inputs (flagged at {MANY_INPUTS:.0%} or more)"
+        inputs = f"{np.nanmin(apart):.0%} or more {flagged}{listed}"
+        text = f"{len(groups)} groups of chains predict differently at {inputs}."
         yield Sign("different modes", steady, apart, MANY_INPUTS, text)
         return
     text = "a chain and the one closest to it predict differently at {} of the inputs"
-    yield Sign("different modes", np.zeros_like(steady), apart, MANY_INPUTS, text, ".0%", at_least)
+    none = np.zeros_like(steady)
+    yield Sign("different modes", none, apart, MANY_INPUTS, text, ".0%", "at {} or more")
     if not is_slow:
         across = np.full(len(steady), share_above(rhat(run.values[steady])))
         text = f"{{}} of the R-hats across these chains are above {bound}"
-        yield Sign("chains differ", steady & (across > most), across, most, text, ".0%", flagged)
+        differ = steady & (across > most)
+        yield Sign("chains differ", differ, across, most, text, ".0%", "above {}")
 
 
 def _few_independent(values: np.ndarray, steady: np.ndarray) -> Iterator[Sign]:
@@ -419,7 +408,7 @@ def _few_independent(values: np.ndarray, steady: np.ndarray) -> Iterator[Sign]:
         text, least = "", LEAST_ESS_OF_CHAIN
         slow = steady & (own < least)
     text = f"the ESS of the chain's {num_draws} draws is {{}}{text}"
-    yield Sign("slow", slow, own, least, text, ".0f", f"below {least}")
+    yield Sign("slow", slow, own, least, text, ".0f", "below {}")
 
 
 def _stepping(run: Run, sick: np.ndarray) -> Iterator[Sign]:
@@ -430,21 +419,21 @@ def _stepping(run: Run, sick: np.ndarray) -> Iterator[Sign]:
         # The loss at the start is that of one batch: its standard deviation between batches.
         noise = np.diff(losses, axis=1).std(axis=1) / np.sqrt(2) if losses.shape[1] > 1 else 0.0
         text = "the loss of the draws minus that of the start is {} nats per example"
-        above = f"above {MOST_RISE:g} plus the standard deviation of the loss between batches"
+        above = "above {} plus the standard deviation of the loss between batches"
         has_risen = (rise > MOST_RISE + noise) & ~sick
         yield Sign("worse than the start", has_risen, rise, MOST_RISE, text, flagged=above)
     rate, nominal = rejection_rate(run.trace), nominal_rate(run.settings)
     often = rate > np.maximum(MOST_REJECTIONS * nominal, LEAST_REJECTION_RATE)
     often &= _gain(run.trace["num_rejected"]) >= LEAST_EVENTS
-    text, above = "the rate is {} times the nominal one of `reject_quantile`", MOST_REJECTIONS
-    yield Sign("rejected steps", often, rate / nominal, above, text, flagged=f"above {above:g}")
+    text, most = "the rate is {} times the nominal one of `reject_quantile`", MOST_REJECTIONS
+    yield Sign("rejected steps", often, rate / nominal, most, text, flagged="above {}")
     # Without a tuner, the step size follows a schedule that the user chose.
     if chooser(run.settings) not in ("schedule", "number"):
         trend = step_size_trend(run.trace["step_size"])
         changed = np.maximum(trend, 1 / trend)
-        text, above = "it changed by a factor of {} during the draws", f"above {MOST_TREND:g}"
+        text = "it changed by a factor of {} during the draws"
         has_changed = (changed > MOST_TREND) & ~sick
-        yield Sign("step size", has_changed, changed, MOST_TREND, text, flagged=above)
+        yield Sign("step size", has_changed, changed, MOST_TREND, text, flagged="above {}")
 
 
 def _groups(values: np.ndarray) -> tuple[list[list[int]], np.ndarray]:

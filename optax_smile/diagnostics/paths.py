@@ -13,14 +13,13 @@ from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 
 class Paths(NamedTuple):
-    """Norms of the draws, and distances from the start and from the draw before, `[chain, draw]`.
+    """Norms of the draws, and distances from the draw before, `[chain, draw]`.
 
-    They are NaN without a start. `weights` are randomly chosen scalars that move, `size` is the
-    number of parameters of a chain, and `alike` the first chain with an equal draw, bit for bit.
+    `start_norm` is NaN without a start. `weights` are randomly chosen scalars that move, `size` is
+    the number of parameters of a chain. `alike` is the first chain with an equal draw.
     """
 
     norm: np.ndarray
-    from_start: np.ndarray
     moved: np.ndarray
     start_norm: np.ndarray
     weights: np.ndarray
@@ -28,29 +27,16 @@ class Paths(NamedTuple):
     alike: np.ndarray
 
 
-def relative(paths: Paths) -> np.ndarray:
-    """Return the distances of the draws from the start over the norm of the start, `[chain, draw]`.
-
-    For a start at 0, it is divided by the norm of the first draw that is not 0; 0 if there is none.
-    """
-    lengths = np.column_stack([paths.start_norm, paths.norm])
-    unit = np.take_along_axis(lengths, (lengths != 0).argmax(axis=1)[:, None], axis=1)
-    return paths.from_start / np.where(unit == 0, 1, unit)
-
-
 def walk(snapshots: Snapshots | StoredSnapshots, num_weights: int, seed: int) -> Paths:
     """Follow the chains in one pass over the draws, holding two draws per chain in memory."""
     num_chains, num_draws, start = snapshots.num_chains, snapshots.num_draws, snapshots.start
     starts = [_leaves(jax.tree.map(lambda x, c=c: x[c], start)) for c in range(num_chains)]
-    norm, from_start = np.full((2, num_chains, num_draws), np.nan)
+    norm, moved = (np.full((num_chains, num_draws - x), np.nan) for x in (0, 1))
     alike = np.zeros((num_chains, num_draws), int)
-    moved = norm[:, 1:].copy()
     each, before, chosen, weights = map(_leaves, snapshots), [], [], []
     for draw, chains in enumerate(zip(*[each] * num_chains, strict=False)):
         norm[:, draw] = [_distance(leaves) for leaves in chains]
         alike[:, draw] = _first_alike(chains, norm[:, draw])
-        if start is not None:
-            from_start[:, draw] = [_distance(*pair) for pair in zip(chains, starts, strict=True)]
         if draw:
             moved[:, draw - 1] = [_distance(*pair) for pair in zip(chains, before, strict=True)]
         # Two draws show which leaves move.
@@ -65,7 +51,6 @@ def walk(snapshots: Snapshots | StoredSnapshots, num_weights: int, seed: int) ->
     moves = (series != series[:, :1]).any(axis=(0, 1))
     return Paths(
         norm=norm,
-        from_start=from_start,
         moved=moved,
         start_norm=np.array([_distance(leaves) if leaves else np.nan for leaves in starts]),
         weights=series[:, :, moves][:, :, :num_weights],

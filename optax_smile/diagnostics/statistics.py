@@ -11,20 +11,32 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from optax_smile import _check, _trace, _tree
-from optax_smile.draws._checks import PREDICTION, Posterior, log_density_of
+from optax_smile import _check, _settings, _trace, _tree
+from optax_smile.draws._checks import PREDICTION, log_density_of
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 # ArviZ needs four draws of a chain; within a chain, its halves are the chains.
 LEAST_DRAWS, LEAST_DRAWS_WITHIN = 4, 8
-SNAPSHOTS = Posterior(
-    _check.kind(
-        (Snapshots, StoredSnapshots),
-        "the result of `sample` or `load_snapshots`",
-        "Make one with `Snapshots` or `Snapshots.from_members`.",
-    )
-)
+
+
+class Posterior(_check.Constraint):
+    """All draws of a sampler: at least one, not iterates of an optimizer, not chosen ones."""
+
+    text = "the result of `sample` or `load_snapshots`"
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        """Check draws, see `_check.Constraint`."""
+        if not isinstance(value, (Snapshots, StoredSnapshots)):
+            advice = "Make one with `Snapshots` or `Snapshots.from_members`."
+            _check.fail(where, argument, self.text, _check.show(value), advice)
+        if not value.num_draws:
+            advice = "The run is still in its warm-up or ended there. Load it again later."
+            _check.fail(where, argument, "draws of a run that has at least one", "none", advice)
+        if not _settings.are_posterior(value.settings):
+            rule, advice = "draws from a posterior", "`predict` and the metrics accept them."
+            _check.fail(where, argument, rule, _settings.origin(value.settings), advice)
+        return value
 
 
 def rhat(values: np.ndarray) -> np.ndarray:
@@ -70,23 +82,7 @@ def mcse_lppd(log_likelihood: np.ndarray) -> float:
     return float(_by_arviz("mcse", z, method="mean"))
 
 
-def gamma_distance(energy_change: np.ndarray) -> np.ndarray:
-    """Return the Kolmogorov-Smirnov distance of |energy change| from the Gamma distribution with
-    equal mean and variance, `[chain]`; NaN without an energy.
-    """
-    from scipy.special import gammainc
-
-    distances = np.full(len(energy_change), np.nan)
-    for chain, changes in enumerate(np.abs(energy_change)):
-        energy = np.sort(changes[np.isfinite(changes)])
-        if energy.size > 1 and np.ptp(energy):
-            shape, scale = (energy.mean() / energy.std()) ** 2, energy.var() / energy.mean()
-            below, fitted = np.arange(energy.size) / energy.size, gammainc(shape, energy / scale)
-            distances[chain] = max(np.max(fitted - below), np.max(below + 1 / energy.size - fitted))
-    return distances
-
-
-@_check.arguments(snapshots=SNAPSHOTS, prediction=PREDICTION | None)
+@_check.arguments(snapshots=Posterior(), prediction=PREDICTION | None)
 def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | None = None) -> Any:
     """Convert a run to the data structure of ArviZ.
 

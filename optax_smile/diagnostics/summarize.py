@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import textwrap
 
 import numpy as np
@@ -16,7 +15,6 @@ from optax_smile.diagnostics.findings import (
     LEAST_DRAWS_JUDGED,
     Check,
     Run,
-    chooser,
     copy_of,
     judge,
     median_of,
@@ -25,16 +23,16 @@ from optax_smile.diagnostics.findings import (
     share_above,
     step_size_trend,
 )
-from optax_smile.diagnostics.paths import relative, walk
-from optax_smile.diagnostics.statistics import LEAST_DRAWS, LEAST_DRAWS_WITHIN, SNAPSHOTS
+from optax_smile.diagnostics.paths import walk
+from optax_smile.diagnostics.statistics import LEAST_DRAWS, LEAST_DRAWS_WITHIN, Posterior
 from optax_smile.draws._checks import PREDICTION, log_density_of
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 COLD = "a cold posterior, narrower than the Bayesian one"
 # Entries of a trace that checks need; NaN where they are missing.
-NEEDED = ("step_size", "energy_change", "num_rejected", "num_gradients", "num_nonfinite")
-NEEDED += ("below_resolution", "temperature", "loss")
+NEEDED = ("step_size", "num_rejected", "num_gradients", "num_nonfinite", "below_resolution")
+NEEDED += ("temperature", "loss")
 # Findings that `repr` shows, and characters of each.
 MOST_SHOWN, LONGEST_SHOWN = 4, 100
 
@@ -51,12 +49,8 @@ class Summary:
             `[chain]`.
         rejection_rate: rejected steps per gradient among the draws, `[chain]`.
         nominal_rate: this rate for a perfect fit with the given `reject_quantile`, or NaN.
-        energy_distance: Kolmogorov-Smirnov distance of the energy errors of the draws from the
-            Gamma distribution fitted to them, 0 to 1, `[chain]`; NaN if the sampler fits none.
         num_nonfinite: number of gradients or values that were not finite, `[chain]`.
         temperature: temperature of the posterior, 1 for Bayes, `[chain]`.
-        travelled: distance of the last draw from the start / norm of the start (or of the first
-            draw that is not 0, for a start at 0), `[chain]`.
         copy_of: the first chain with equal draws, bit for bit, `[chain]`; its own number if there
             is none before it. Copies count once in `rhat_across`, `ess` and `mcse`.
         rhat_within: R-hat of the quarters of single predictions or weights, `[chain, point]`.
@@ -75,10 +69,8 @@ class Summary:
     step_size_trend: np.ndarray
     rejection_rate: np.ndarray
     nominal_rate: float
-    energy_distance: np.ndarray
     num_nonfinite: np.ndarray
     temperature: np.ndarray
-    travelled: np.ndarray
     copy_of: np.ndarray
     rhat_within: np.ndarray
     rhat_across: np.ndarray
@@ -98,21 +90,9 @@ class Summary:
         return "\n".join([*table, "", *self._notes(), "", *self._judgement()])
 
     def __repr__(self) -> str:
-        return _table.described(self._title(), self._rows())
-
-    def _repr_html_(self) -> str:
-        columns = self._columns()
-        table = _table.in_html(zip(*columns.values(), strict=True), head=columns)
-        texts = (html.escape("\n".join(part)) for part in (self._notes(), self._judgement()))
-        notes, judgement = (f'<p style="white-space: pre-line">{text}</p>' for text in texts)
-        return f"<p><b>{html.escape(self._title())}</b></p>{table}{judgement}{notes}"
-
-    def _title(self) -> str:
+        # What matters most, and the findings without advice.
         chains = _table.counted(len(self.step_size_trend), "chain")
-        return f"Summary: {chains} of {_table.counted(self.num_draws, 'draw')}"
-
-    def _rows(self) -> dict[str, str]:
-        """Return what matters most, and the findings without advice."""
+        title = f"Summary: {chains} of {_table.counted(self.num_draws, 'draw')}"
         rhats = [median_of(rhats) for rhats in (self.rhat_within, self.rhat_across)]
         error = "" if np.isnan(self.mcse) else f", Monte Carlo standard error {self.mcse:.2g}"
         rows = {"LPPD": f"{self.lppd:.5g}{error}"} if not np.isnan(self.lppd) else {}
@@ -128,7 +108,7 @@ class Summary:
             more = _table.counted(len(judgement) - len(shown), "more finding")
             more = f"{more}, and " * (judgement != shown)
             rows["print it"] = f"for {more}advice"
-        return rows
+        return _table.described(title, rows)
 
     def _columns(self) -> dict[str, list[str]]:
         def column(values: ArrayLike, form: str, overall: float = np.nan) -> list[str]:
@@ -145,7 +125,6 @@ class Summary:
             "trend": column(self.step_size_trend, ".2f"),
             "rejections": column(rate, ".2g") if rejects else ["-"],
             "non-finite": column(self.num_nonfinite, ".0f"),
-            "travelled": column(self.travelled, ".2g"),
             "R-hat": column(rhats, ".2f", median_of(self.rhat_across)),
             "LPPD": column(self.chain_lppd, ".5g", self.lppd),
         }
@@ -163,11 +142,6 @@ class Summary:
             "rejections": f"rejected steps per gradient{of}",
         }
         notes += [f"{head}: {text}" for head, text in meanings.items() if head in columns]
-        if not np.isnan(self.energy_distance).all():
-            distance = f"distance {np.nanmax(self.energy_distance):.2g}"
-            notes.append(f"energy errors: {distance} from the Gamma fit (Kolmogorov-Smirnov)")
-        if "travelled" in columns:
-            notes.append("travelled: distance of the last draw from the start / norm of the start")
         if num_draws < LEAST_DRAWS_WITHIN:
             notes.append(f"R-hat within a chain needs {LEAST_DRAWS_WITHIN} draws.")
         else:
@@ -190,11 +164,13 @@ class Summary:
         if not self.findings:
             seen = " in weights and trace" if self.of == "weights" else ""
             return [f"Nothing looks wrong{seen}{self._reservation()}."]
-        named = [name_chains(x.chains, len(self.copy_of)).capitalize() for x in self.findings]
-        return [
-            f"{name}: {x.kind}: {x.text}\n  Try: {x.advice}"
-            for name, x in zip(named, self.findings, strict=True)
-        ]
+        lines = []
+        for x in self.findings:
+            name = f"Chain{'s' * (len(x.chains) > 1)} {', '.join(map(str, x.chains))}"
+            if len(x.chains) == len(self.copy_of) > 1:
+                name = f"All {len(x.chains)} chains"
+            lines.append(f"{name}: {x.kind}: {x.text}\n  Try: {x.advice}")
+        return lines
 
     def _reservation(self) -> str:
         """Return a reservation about a run without findings."""
@@ -220,15 +196,8 @@ def _shares(rhats: np.ndarray) -> str:
     return ", ".join(parts) if known.size else "all unknown"
 
 
-def name_chains(chains: tuple[int, ...], num_chains: int) -> str:
-    """Name chains in a sentence."""
-    if len(chains) == num_chains > 1:
-        return f"all {num_chains} chains"
-    return f"chain{'s' * (len(chains) > 1)} {', '.join(map(str, chains))}"
-
-
 @_check.arguments(
-    snapshots=SNAPSHOTS,
+    snapshots=Posterior(),
     prediction=PREDICTION | None,
     max_inputs=_check.Whole(1),
     seed=_check.Whole(0),
@@ -299,23 +268,17 @@ def summary(
     trace |= {name: np.asarray(values, float) for name, values in of_draws.items()}
     _trace.read("Snapshots", trace, *NEEDED)
     first_step_size = np.asarray(snapshots.trace.get("step_size", trace["step_size"]), float)[:, 0]
-    distance, chain_lppd = unknown, unknown
-    if settings.get("reject_quantile") is not None or chooser(settings) == "quantile_tuner":
-        distance = statistics.gamma_distance(trace["energy_change"])
     copies = copy_of(paths)
     own = np.unique(copies)
-    values = density = None
-    lppd = mcse = np.nan
+    values, density, chain_lppd, lppd, mcse = None, None, unknown, np.nan, np.nan
     rhat_within, rhat_across, sizes = unknown[:, None], np.empty(0), np.empty(0)
     series, source, least = paths.weights, "snapshots", LEAST_DRAWS_WITHIN
     if prediction is not None:
         density = log_density_of("summary", (num_chains, num_draws), prediction)
         values = _scalars(prediction, density, max_inputs, seed)
         by_chain = statistics.log_mean_exp(density, (1,))
-        chain_lppd, lppd = (
-            by_chain.mean(axis=1),
-            float(statistics.log_mean_exp(by_chain, (0,)).mean()),
-        )
+        chain_lppd = by_chain.mean(axis=1)
+        lppd = float(statistics.log_mean_exp(by_chain, (0,)).mean())
         series, source, least = values, "prediction", LEAST_DRAWS
     if num_draws >= least and np.isnan(series).any():
         _check.fail("summary", source, "without NaN", "NaN in some draws")
@@ -337,10 +300,8 @@ def summary(
         step_size_trend=trend,
         rejection_rate=rejections,
         nominal_rate=nominal_rate(settings),
-        energy_distance=distance,
         num_nonfinite=trace["num_nonfinite"][:, -1],
         temperature=trace["temperature"][:, -1],
-        travelled=relative(paths)[:, -1],
         copy_of=copies,
         rhat_within=rhat_within,
         rhat_across=rhat_across,

@@ -8,7 +8,7 @@ import jax
 import jax.core
 import numpy as np
 
-from optax_smile import _check, _settings, _tree
+from optax_smile import _check, _tree
 from optax_smile._types import Batch
 from optax_smile.draws import likelihoods
 from optax_smile.draws.prediction import Prediction
@@ -29,42 +29,6 @@ SNAPSHOTS = _check.Where(
     is_list,
     "Make them with `Snapshots`, `Snapshots.from_members` or `load_snapshots`.",
 )
-
-
-@dataclass(frozen=True)
-class Posterior(_check.Constraint):
-    """All draws of a sampler: at least one, not iterates of an optimizer, not chosen ones."""
-
-    draws: _check.Constraint
-
-    @property
-    def rule(self) -> str:
-        """The rule of the other constraint."""
-        return self.draws.rule
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        value = self.draws(where, argument, value, given)
-        if not getattr(value, "num_draws", 1):
-            advice = "The run is still in its warm-up or ended there. Load it again later."
-            _check.fail(where, argument, "draws of a run that has at least one", "none", advice)
-        if not _settings.are_posterior(getattr(value, "settings", None)):
-            rule, advice = "draws from a posterior", "`predict` and the metrics accept them."
-            _check.fail(where, argument, rule, _settings.origin(value.settings), advice)
-        return value
-
-
-class Curve(_check.Constraint):
-    """Numbers of snapshots, converted to a tuple."""
-
-    text = "an ascending sequence of integers >= 1"
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        if not np.iterable(value) or isinstance(value, jax.core.Tracer):
-            _check.fail(where, argument, self.text, _check.show(value))
-        curve = tuple(int(_check.Whole(1)(where, argument, number)) for number in value)
-        if list(curve) != sorted(set(curve)):
-            _check.fail(where, argument, self.text, curve)
-        return curve
 
 
 class Reading(_check.Constraint):
@@ -92,9 +56,6 @@ class Inputs(_check.Tree):
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         return super().__call__(where, argument, _tree.as_numeric(where, argument, value), given)
-
-
-INPUTS = Inputs()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.scipy.special import entr
 
 from optax_smile import _check
 from optax_smile._types import Batch, Output
@@ -128,10 +129,6 @@ def _categorical_log_density(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(is_label, jax.nn.log_softmax(logits), 0), axis=-1)
 
 
-def _bernoulli_log_density(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return _over_outputs(jax.nn.log_sigmoid(jnp.where(labels > 0, logits, -logits)))
-
-
 def _gaussian_log_density(outputs: tuple[jax.Array, jax.Array], targets: jax.Array) -> jax.Array:
     mean, log_std = outputs
     standardized = (targets - mean) * jnp.exp(-log_std)
@@ -141,20 +138,6 @@ def _gaussian_log_density(outputs: tuple[jax.Array, jax.Array], targets: jax.Arr
 def _over_outputs(log_density: jax.Array) -> jax.Array:
     """Sum over the outputs of each input."""
     return jnp.sum(log_density, axis=tuple(range(1, log_density.ndim)))
-
-
-def _gaussian_variance(outputs: tuple[jax.Array, jax.Array]) -> jax.Array:
-    mean, log_std = outputs
-    return jnp.broadcast_to(jnp.exp(2 * log_std), mean.shape)
-
-
-def _categorical_entropy(probabilities: jax.Array) -> jax.Array:
-    return jnp.sum(jax.scipy.special.entr(probabilities), axis=-1)
-
-
-def _bernoulli_entropy(probability: jax.Array) -> jax.Array:
-    entr = jax.scipy.special.entr
-    return entr(probability) + entr(1 - probability)
 
 
 def form_of(likelihood: Likelihood, outputs: Output) -> jax.Array:
@@ -181,16 +164,19 @@ NAMED: dict[Name, Likelihood] = {
     "categorical": Likelihood(
         jax.nn.softmax,
         _categorical_log_density,
-        entropy=_categorical_entropy,
+        entropy=lambda probabilities: jnp.sum(entr(probabilities), axis=-1),
         check=partial(_check_logits, "categorical", "[input, class]", 0),
     ),
     "bernoulli": Likelihood(
-        jax.nn.sigmoid, _bernoulli_log_density, entropy=_bernoulli_entropy, check=_check_bernoulli
+        jax.nn.sigmoid,
+        lambda logits, y: _over_outputs(jax.nn.log_sigmoid(jnp.where(y > 0, logits, -logits))),
+        entropy=lambda probability: entr(probability) + entr(1 - probability),
+        check=_check_bernoulli,
     ),
     "gaussian": Likelihood(
         lambda outputs: outputs[0],
         _gaussian_log_density,
-        variance=_gaussian_variance,
+        variance=lambda outputs: jnp.broadcast_to(jnp.exp(2 * outputs[1]), outputs[0].shape),
         check=_check_gaussian,
     ),
     "tokens": Likelihood(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
 from typing import Literal, NamedTuple, TypeVar, cast
 
 import jax
@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 # Constraints of the arguments of both `predict` and `Predictor`.
 READ: dict[str, _check.Constraint] = {
     "apply_fn": _check.Function("(params, inputs)"),
-    "inputs": _checks.INPUTS,
+    "inputs": _checks.Inputs(),
     "likelihood": _checks.Reading(),
     "targets": _checks.Targets(),
     "batch_size": _check.Whole(1) | None,
@@ -37,7 +37,7 @@ READ: dict[str, _check.Constraint] = {
 }
 
 
-@_check.arguments(snapshots=_checks.SNAPSHOTS, **READ, curve=_checks.Curve())
+@_check.arguments(snapshots=_checks.SNAPSHOTS, **READ)
 @_check.on_host
 def predict(
     apply_fn: Apply,
@@ -47,7 +47,6 @@ def predict(
     likelihood: Name | Likelihood,
     targets: Batch = None,
     batch_size: int | None = None,
-    curve: Sequence[int] = (),
     per: Per | None = None,
     mesh: Mesh | None = None,
     specs: Tree = None,
@@ -80,9 +79,6 @@ def predict(
             - your own `Likelihood`.
         targets: observed values, `[input, ...]`, at least one that is not padding.
         batch_size: inputs to run at once, >= 1; None: all.
-        curve: numbers of snapshots, >= 1, in ascending order. For each number k, also return the
-            average over the first k snapshots. The snapshots of `sample` are ordered draw by draw:
-            with 4 chains, the first 8 snapshots are two draws of each chain.
         per: `"draw"`: also return the prediction of each snapshot, arrays
             `[chain, draw, input, ...]`; `"chain"`: also return the average over the draws of each
             chain, `[chain, input, ...]`. The result is in the attribute `each`, in host memory.
@@ -131,15 +127,9 @@ def predict(
             mesh=mesh,
             specs=specs,
         )
-        so_far = []
         for params in snapshots:
             predictor.update(params)
-            if predictor.count in curve:
-                so_far.append(predictor._join()[0])
-        if len(so_far) < len(curve) and predictor.count:
-            rule = f"integers <= {predictor.count}, the number of snapshots"
-            _check.fail("predict", "curve", rule, curve)
-        return predictor.finalize()._replace(curve=tuple(so_far))
+        return predictor.finalize()
 
 
 class Predictor:
@@ -237,16 +227,6 @@ class Predictor:
         if self.per is not None and self.count % cast(int, self.num_chains):
             rule = f"the same number of draws of each of the {self.num_chains} chains"
             _check.fail("Predictor.update", "params", rule, f"{self.count} snapshots")
-        average, chains = self._join()
-        if are_probabilities(self._form):
-            warn(
-                "`predict`: the outputs of `apply_fn` look like probabilities. Return logits: leave"
-                " out the softmax or sigmoid."
-            )
-        return average._replace(each=self._by_draw() if self.per == "draw" else chains)
-
-    def _join(self) -> tuple[Prediction, Outcome | None]:
-        """Return the average over all snapshots, and over those of each chain."""
         if not self.count:
             _check.fail("Predictor.update", "params", "at least one parameter tree", "none")
         if self._waiting:
@@ -265,12 +245,19 @@ class Predictor:
                 remedy = "Leave that snapshot, or its chain, out."
                 _check.fail("Predictor.update", "params", rule, got, remedy)
         averages, chains, _, forms = zip(*batches, strict=True)
-        self._form = np.sum(forms, axis=0)
-        uncertainty = None if self.likelihood.entropy is None else "entropy"
-        if self.likelihood.variance is not None:
-            uncertainty = "variance"
+        if are_probabilities(np.sum(forms, axis=0)):
+            warn(
+                "`predict`: the outputs of `apply_fn` look like probabilities. Return logits: leave"
+                " out the softmax or sigmoid."
+            )
+        each = self._concatenate(chains, 1)
+        if self.per == "draw":
+            axes = -1, cast(int, self.num_chains)
+            each = self._concatenate(self._draws)
+            each = jax.tree.map(lambda x: x.reshape(*axes, *x.shape[1:]).swapaxes(0, 1), each)
+        kinds = (name for name in ("variance", "entropy") if getattr(self.likelihood, name))
         average = self._concatenate(averages)
-        return average._replace(uncertainty=uncertainty), self._concatenate(chains, 1)
+        return average._replace(uncertainty=next(kinds, None), each=each)
 
     def _require_fit(self, params: Tree):
         """Require outputs of the model that match likelihood and targets."""
@@ -286,15 +273,14 @@ class Predictor:
             return jax.ShapeDtypeStruct((self.num_inputs, *x.shape[1:]), x.dtype)
 
         batch = jax.tree.map(of_all_inputs, batch)
-        given, shapes = (params, batch[0]), _check.cut(jax.tree.map(np.shape, batch[0]))
+        shapes, traced = jax.tree.map(np.shape, batch[0]), partial(_check.traced, "Predictor")
         rule = "a function of a snapshot and the inputs"
-        advice = f"It was called with inputs of the shapes {shapes}."
-        where = "Predictor"
-        outputs = _check.traced(where, "apply_fn", self.apply_fn, *given, rule=rule, advice=advice)
+        advice = f"It was called with inputs of the shapes {_check.cut(shapes)}."
+        outputs = traced("apply_fn", self.apply_fn, params, batch[0], rule=rule, advice=advice)
         if read.check is not None:
             read.check(outputs, self.targets)
         rule = "one whose functions accept the outputs"
-        outcome, _ = _check.traced(where, "likelihood", self._outcome, params, batch, rule=rule)
+        outcome, _ = traced("likelihood", self._outcome, params, batch, rule=rule)
         shapes = jax.tree.map(np.shape, (outcome.mean, outcome.variance))
         if outcome.variance is not None and shapes[0] != shapes[1]:
             rule = f"one whose variance has the shape {shapes[0]} of its mean"
@@ -316,7 +302,7 @@ class Predictor:
             if not self._has_target.any():
                 _check.fail("Predictor", "targets", "one target or more", "padding alone")
 
-    @functools.cached_property
+    @cached_property
     def _zero(self) -> Callable:
         """The compiled function that makes an empty average with the shapes of the outputs."""
 
@@ -337,10 +323,9 @@ class Predictor:
         over_rows = parallel.over_chains(add, mesh=self.mesh, in_axes=(0, 0, 0, None))
         return jax.jit(over_rows, donate_argnums=0, out_shardings=(own, self._everywhere))
 
-    @functools.cached_property
+    @cached_property
     def _finish(self) -> Callable:
         """The compiled function that combines the averages of all rows."""
-
         entropy = self.likelihood.entropy
 
         def finish(groups):
@@ -411,13 +396,6 @@ class Predictor:
         on_cpu = self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
         return jax.block_until_ready(result) if on_cpu else result
 
-    def _by_draw(self) -> Outcome:
-        def of_draws(flat):
-            by_draw = flat.reshape(-1, cast(int, self.num_chains), *flat.shape[1:])
-            return np.swapaxes(by_draw, 0, 1)
-
-        return jax.tree.map(of_draws, self._concatenate(self._draws))
-
     def _concatenate(self, parts: Sequence[Tree], axis: int = 0) -> Tree:
         """Concatenate predictions along an axis, on the host; the density of padding is NaN."""
         whole = jax.tree.map(lambda *x: np.concatenate([*map(np.asarray, x)], axis), *parts)
@@ -433,10 +411,8 @@ class Predictor:
 
 def _in_full_precision(x: ArrayLike) -> jax.Array:
     """Cast half-precision numbers to float32."""
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x, is_exact = jnp.asarray(x), not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return x if is_exact else x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def batches_of(tree: Value, size: int) -> list[Value]:
@@ -448,10 +424,9 @@ def batches_of(tree: Value, size: int) -> list[Value]:
 
 
 class Average(NamedTuple):
-    """Average over the snapshots so far, in constant memory and with compensated summation.
+    """Average over `count` snapshots, in constant memory and with compensated summation.
 
     Attributes:
-        count: number of snapshots, int32.
         mean, variance, entropy: averages of these fields of an `Outcome`.
         rest: rounding error of `mean`, carried by compensated summation.
         spread: sum of squared deviations of the means from their average; None without `variance`.
@@ -474,8 +449,8 @@ class Average(NamedTuple):
 
     def add(self, outcome: Outcome, form: jax.Array, number: jax.Array) -> Average:
         """Add one snapshot; a negative `number` leaves the average unchanged."""
-        one = _average_of(outcome, form, number)
-        return optax.tree.where(number >= 0, self.join(one), self)
+        joined = self.join(_average_of(outcome, form, number))
+        return optax.tree.where(number >= 0, joined, self)
 
     def join(self, other: Average) -> Average:
         """Combine two averages into the average over the snapshots of both.
@@ -524,30 +499,23 @@ class Average(NamedTuple):
 
     def outcome(self, entropy_of: EntropyOf) -> Outcome:
         """Return the averaged prediction; `entropy_of` returns the entropy of its mean."""
-        density = None
+        density = variance = None
         if self.relative is not None:
             density = self.largest + jnp.log(self.relative / self.count)
-        variance = self.variance
-        if variance is not None:
-            variance += self.spread / self.count
-        return Outcome(
-            mean=self.mean,
-            variance=variance,
-            entropy=None if entropy_of is None else entropy_of(self.mean),
-            log_density=density,
-        )
+        if self.variance is not None:
+            variance = self.variance + self.spread / self.count
+        entropy = None if entropy_of is None else entropy_of(self.mean)
+        return Outcome(self.mean, variance, entropy, density)
 
     def prediction(self, entropy_of: EntropyOf) -> Prediction:
         """Return the averaged prediction with its uncertainty split in two."""
-        outcome = self.outcome(entropy_of)
-        total = aleatoric = epistemic = None
+        outcome, parts = self.outcome(entropy_of), ()
         if self.variance is not None:
-            total, aleatoric = outcome.variance, self.variance
-            epistemic = self.spread / self.count
+            parts = outcome.variance, self.variance, self.spread / self.count
         elif self.entropy is not None:
-            total, aleatoric = outcome.entropy, self.entropy
-            epistemic = jnp.maximum(total - aleatoric, 0)
-        return Prediction(outcome.mean, outcome.log_density, total, aleatoric, epistemic)
+            epistemic = jnp.maximum(outcome.entropy - self.entropy, 0)
+            parts = outcome.entropy, self.entropy, epistemic
+        return Prediction(outcome.mean, outcome.log_density, *parts)
 
 
 def _average_of(outcome: Outcome, form: jax.Array, number: jax.Array) -> Average:

@@ -23,15 +23,6 @@ class Outcome(NamedTuple):
         variance: variance of the predictive distribution, `[input, ...]`.
         entropy: entropy of the predictive distribution, nats, `[input, ...]`.
         log_density: log likelihood of each target, nats, `[input, ...]`; NaN for padding.
-
-    Example:
-        >>> import numpy as np, optax_smile
-        >>> draws = optax_smile.Snapshots(np.zeros((2, 5)))
-        >>> prediction = optax_smile.predict(
-        ...     lambda params, x: x * params, draws, np.ones(4), likelihood="bernoulli", per="draw"
-        ... )
-        >>> isinstance(prediction.each, optax_smile.Outcome), prediction.each.mean.shape
-        (True, (2, 5, 4))
     """
 
     mean: Tree
@@ -41,9 +32,6 @@ class Outcome(NamedTuple):
 
     def __repr__(self) -> str:
         return _table.described("Outcome", _shapes(self))
-
-    def _repr_html_(self) -> str:
-        return _table.described_in_html("Outcome", _shapes(self))
 
 
 @by_identity
@@ -63,8 +51,6 @@ class Prediction(NamedTuple):
         each: with `per`, an `optax_smile.Outcome` of single draws, arrays
             `[chain, draw, input, ...]`, or of the averages of single chains, `[chain, input, ...]`;
             its uncertainties are those of a draw, or the total ones of a chain.
-        curve: with `curve`, a `Prediction` for each of these numbers of snapshots, without
-            `each`.
     """
 
     mean: Tree
@@ -74,26 +60,16 @@ class Prediction(NamedTuple):
     epistemic: Tree = None
     uncertainty: Uncertainty | None = None
     each: Tree = None
-    curve: Tree = ()
 
     def __repr__(self) -> str:
-        return _table.described("Prediction", self._rows())
-
-    def _repr_html_(self) -> str:
-        return _table.described_in_html("Prediction", self._rows())
-
-    def _rows(self) -> dict[str, str]:
-        rows = _shapes(self._replace(uncertainty=None, each=None, curve=None))
-        uncertainties = "total", "aleatoric", "epistemic"
-        averaged: dict[str, str] = dict.fromkeys(uncertainties, f" ({self.uncertainty})")
-        for name, kind in {**averaged, "log_density": ""}.items():
+        rows = _shapes(self._replace(uncertainty=None, each=None))
+        for name in ("total", "aleatoric", "epistemic", "log_density"):
             if isinstance(x := getattr(self, name), np.ndarray) and x.size:
+                kind = "" if name == "log_density" else f" ({self.uncertainty})"
                 rows[name] += f", mean {x[~np.isnan(x)].mean():.4f}{kind}"
         if self.each is not None:
             rows["each"] = _table.some(f"{k} {x}" for k, x in _shapes(self.each).items())
-        if self.curve:
-            rows["curve"] = f"predictions after {len(self.curve)} numbers of snapshots"
-        return rows
+        return _table.described("Prediction", rows)
 
 
 def _shapes(fields: Outcome | Prediction) -> dict[str, str]:
@@ -101,17 +77,11 @@ def _shapes(fields: Outcome | Prediction) -> dict[str, str]:
     return {name: _table.some(map(_check.show, arrays)) for name, arrays in leaves.items()}
 
 
-def classes(mean: ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
-    """Return probabilities `[input, class]`; of shape `shape` they are those of class 1 of two."""
-    mean = np.asarray(mean)
-    ones = mean.ravel()
-    return np.stack([1 - ones, ones], axis=1) if mean.shape == shape else mean
-
-
 def labelled(mean: ArrayLike, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return probabilities `[input, class]` and labels `[input]`."""
-    if np.shape(mean) == targets.shape:
-        if (unknown := targets[~np.isin(targets, (0, 1))]).size:
-            _check.fail("score", "targets", "0 or 1", unknown[0])
-        return classes(mean, targets.shape), targets.ravel().astype(int)
-    return np.asarray(mean), targets
+    """Return labels, and probabilities `[input, class]`, where those of class 1 may be given."""
+    if np.shape(mean) != targets.shape:
+        return np.asarray(mean), targets
+    if (unknown := targets[~np.isin(targets, (0, 1))]).size:
+        _check.fail("score", "targets", "0 or 1", unknown[0])
+    ones = np.ravel(mean)
+    return np.stack([1 - ones, ones], axis=1), targets.ravel().astype(int)

@@ -37,10 +37,7 @@ DENSITIES = _check.Array(
 
 
 class Draws(abc.ABC):
-    """A sequence of parameter trees: the first draw of every chain, then the second, ...
-
-    Tree i is draw `i // num_chains` of chain `i % num_chains`.
-    """
+    """A sequence of parameter trees: the first draw of every chain, then the second, ..."""
 
     num_chains: int
     num_draws: int
@@ -111,17 +108,8 @@ class Draws(abc.ABC):
         return _nest([(leaf.path, x) for leaf, x in zip(self._leaves, leaves, strict=True)])
 
     def __repr__(self) -> str:
-        return _table.described(self._title(), self._rows())
-
-    def _repr_html_(self) -> str:
-        return _table.described_in_html(self._title(), self._rows())
-
-    def _title(self) -> str:
-        chains = _table.counted(self.num_chains, "chain")
-        return f"{type(self).__name__}: {chains} of {_table.counted(self.num_draws, 'draw')}"
-
-    def _rows(self) -> dict[str, str]:
-        leaves = self._leaves
+        chains, leaves = _table.counted(self.num_chains, "chain"), self._leaves
+        title = f"{type(self).__name__}: {chains} of {_table.counted(self.num_draws, 'draw')}"
         sizes = [math.prod(leaf.shape) for leaf in leaves]
         held = sum(size * np.dtype(x.dtype).itemsize for size, x in zip(sizes, leaves, strict=True))
         arrays = _table.some(f"{leaf.name} {leaf.dtype}{leaf.shape}" for leaf in leaves)
@@ -131,8 +119,11 @@ class Draws(abc.ABC):
         if not _settings.are_posterior(self.settings):
             rows["draws"] = f"{_settings.origin(self.settings)}, not posterior draws"
         elif self.settings is not None:
-            rows["sampler"] = _sampler(self.settings)
-        return rows | self._place()
+            # With its numeric arguments.
+            given = self.settings.items()
+            numeric = [f"{k}={x}" for k, x in given if k != "key" and type(x) in (int, float)]
+            rows["sampler"] = f"{self.settings.get('name')}({', '.join(numeric)})"
+        return _table.described(title, rows | self._place())
 
     @_check.arguments("choose", log_density=DENSITIES, number=_check.Whole(1))
     def choose(self, log_density: ArrayLike, number: int) -> np.ndarray:
@@ -177,13 +168,6 @@ class Draws(abc.ABC):
             chosen.append(best := int(score.argmax()))
             total, free[best] = np.logaddexp(total, bounded[best]), False
         return np.array(chosen)
-
-
-def _sampler(settings: Settings) -> str:
-    """Format a sampler with its numeric arguments."""
-    known = {name: x for name, x in settings.items() if name != "key"}
-    numeric = ((name, x) for name, x in known.items() if type(x) in (int, float))
-    return f"{settings.get('name')}({', '.join(f'{name}={x}' for name, x in numeric)})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False, init=False, eq=False)
@@ -241,11 +225,11 @@ class Snapshots(Draws):
         if start is not None:
             first = jax.eval_shape(lambda: jax.tree.map(lambda x: x[:, 0], params))
             _tree.check_alike("Snapshots", "start", start, first, "a draw of `params`")
+        num_chains, num_draws = jax.tree.leaves(params)[0].shape[:2]
+        leaves, structure = _format.leaves_of(params, axes=2), jax.tree.structure(params)
         # A frozen dataclass does not allow assignment.
         vars(self).update(params=params, trace=dict(trace), settings=settings, start=start)
-        num_chains, num_draws = jax.tree.leaves(params)[0].shape[:2]
         vars(self).update(num_chains=num_chains, num_draws=num_draws)
-        leaves, structure = _format.leaves_of(params, axes=2), jax.tree.structure(params)
         vars(self).update(_leaves=leaves, _structure=structure)
 
     @classmethod
@@ -314,11 +298,8 @@ class StoredSnapshots(Draws):
     """Draws in a directory, read on demand: a sequence of parameter trees, ordered draw by draw.
 
     Made by `load_snapshots`. Indices, slices and length work as for `Snapshots`; `draws[i]` reads
-    one draw. `trace` holds the statistics of the draws, `[chain, draw]`. `params` reads all draws
-    into memory, `[chain, draw, ...]`, and `start` the initial parameters, `[chain, ...]`.
-    `manifest` is the content of the manifest. `thinned(every)` selects draws without reading them.
-    The other attributes and methods are those of `Snapshots`. Before the first draw, `trace` and
-    `params` raise a ValueError.
+    one draw. `manifest` is the content of the manifest. Before the first draw, `trace` and `params`
+    raise a ValueError. The other attributes and methods are those of `Snapshots`.
     """
 
     def __init__(self, directory: Path, manifest: Json, structure: Tree, flat: bool):
@@ -343,14 +324,10 @@ class StoredSnapshots(Draws):
         read = map(self._read, range(self.num_draws))
         return self._tree([np.stack(column, axis=1) for column in zip(*read, strict=True)])
 
-    @property
+    @functools.cached_property
     def start(self) -> Tree:
         """Initial parameters of the chains, a tree of arrays `[chain, ...]`."""
-        return self._tree(self._start)
-
-    @functools.cached_property
-    def _start(self) -> list[np.ndarray]:
-        return _format.read_start(self.directory, self._leaves, self.num_chains)
+        return self._tree(_format.read_start(self.directory, self._leaves, self.num_chains))
 
     @functools.cached_property
     def trace(self) -> dict[str, np.ndarray]:

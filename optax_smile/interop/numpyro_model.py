@@ -16,8 +16,7 @@ from numpyro.infer import init_to_uniform, util
 from numpyro.primitives import Messenger
 
 from optax_smile import _check
-from optax_smile._types import Batch, Options, Output, Tree
-from optax_smile.diagnostics.statistics import to_arviz
+from optax_smile._types import Batch, Options, Output
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 WHERE = "from_numpyro"
@@ -94,10 +93,6 @@ class NumpyroModel:
         jax.vmap(values)(jax.tree.map(lambda x: x[None], example))
         found = jax.jit(jax.vmap(jax.vmap(values)))(dict(params))
         return Snapshots(jax.tree.map(np.asarray, found), draws.trace, draws.settings)
-
-    def to_arviz(self, draws: Snapshots | StoredSnapshots) -> Tree:
-        """Convert draws for ArviZ with the model's site names, see `diagnostics.to_arviz`."""
-        return to_arviz(self.constrain(draws))
 
 
 @_check.arguments(
@@ -208,10 +203,10 @@ class _Refuse(Messenger):
             _check.fail(WHERE, "model", rule, got)
 
 
-def _example(bridge: NumpyroModel, seed: int = 0) -> dict[str, jax.Array]:
-    """Check the sites of the model, and return example parameters, drawn by a seed."""
+def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
+    """Check the sites of the model, and return example parameters."""
     arguments, keywords, _ = _arguments(bridge, bridge.batch)
-    seeded = handlers.seed(_Refuse(bridge.model), jax.random.key(seed))
+    seeded = handlers.seed(_Refuse(bridge.model), jax.random.key(0))
     # An improper prior has no draws.
     begun = handlers.substitute(seeded, substitute_fn=init_to_uniform)
     trace = handlers.trace(begun).get_trace(*arguments, **keywords)

@@ -73,11 +73,14 @@ def sampler(
                 found = potential.of_chain(dynamics.posterior, params, None)
                 return {"temperature": found.temperature}
 
+            @_check.own_flags
+            def init(params: optax.Params) -> Tree:
+                return dynamics.init(_leaves.candidates(f"{where}.init", params))
+
             settings = {"name": where, **fixed, **given, **dynamics.chosen}
-            init = _settings.reporting(_init(dynamics), settings, temperature)
-            return optax.GradientTransformationExtraArgs(
-                init, _update(dynamics, _compiled(dynamics.update, given))
-            )
+            reporting = _settings.reporting(init, settings, temperature)
+            update = _update(dynamics, _compiled(dynamics.update, given))
+            return optax.GradientTransformationExtraArgs(reporting, update)
 
         # Users see the type that they get, not that of the definition.
         returned = optax.GradientTransformationExtraArgs
@@ -101,16 +104,6 @@ def posterior_of(where: str, arguments: Options) -> Potential:
     posterior = Potential(**{x: arguments[x] for x in Potential._fields if x in arguments})
     potential.check(where, posterior)
     return posterior
-
-
-def _init(dynamics: Dynamics) -> optax.TransformInitFn:
-    """Make the `init` that a loop calls."""
-
-    @_check.own_flags
-    def init(params: optax.Params) -> Tree:
-        return dynamics.init(_leaves.candidates(f"{dynamics.name}.init", params))
-
-    return init
 
 
 def _compiled(update: Callable, arguments: Options) -> Callable:
@@ -161,29 +154,19 @@ def _update(dynamics: Dynamics, run: Callable) -> Callable:
         displacement, after = run(moving, state, params, value)
         is_inconsistent = after.sampled.is_inconsistent
         if is_ready(is_inconsistent) and np.asarray(is_inconsistent).any():
-            _explain(where, state, moving)
+            # Name a leaf, if that is what changed.
+            if state.last_update.num_gradients > 0:
+                _leaves.check_same(where, state.sampled, moving, state.like_params)
+            advice = "If you replaced the weights, start again with `init`."
+            _check.fail(where, "params", _chain.FOREIGN, "other parameters", advice)
         return _leaves.put_back(displacement, updates), after
 
     update.__qualname__ = where
     return _check.own_flags(update)
 
 
-def _explain(where: str, before: ChainState, updates: optax.Updates):
-    """Raise the error of a call that does not fit those before it."""
-    if before.last_update.num_gradients > 0:
-        _leaves.check_same(where, before.sampled, updates, before.like_params)
-    advice = "If you replaced the weights, start again with `init`."
-    _check.fail(where, "params", _chain.FOREIGN, "other parameters", advice)
-
-
 def mean_loss(where: str, value: Unchecked, loss: Unchecked, others: Mapping[str, object]) -> Tree:
-    """Require one scalar mean loss, under one of its two names, or none.
-
-    Args:
-        where: the function that was called.
-        value, loss: what it received under these names.
-        others: its other keywords.
-    """
+    """Require one scalar mean loss, under one of its two names, or none; `others` are keywords."""
     if value is not None and loss is not None:
         advice = "Both are the mean loss: pass it once."
         _check.fail(where, "loss", "left out where `value` is given", _check.show(loss), advice)
@@ -194,10 +177,10 @@ def mean_loss(where: str, value: Unchecked, loss: Unchecked, others: Mapping[str
             advice = "If it is the mean loss, pass it as `value=`; if not, pass `value=` as well."
             _check.fail(where, misnamed[0], rule, "no `value`", advice)
         return None
-    if isinstance(given, bool) or not _check.is_real(getattr(given, "dtype", type(given))):
-        _check.fail(where, name, "the scalar mean loss", _check.show(given))
-    if jnp.shape(given) != ():
-        _check.fail(where, name, "the scalar mean loss", f"shape {jnp.shape(given)}")
+    is_number = _check.is_real(getattr(given, "dtype", type(given))) and type(given) is not bool
+    if not is_number or jnp.shape(given) != ():
+        got = f"shape {jnp.shape(given)}" if is_number else _check.show(given)
+        _check.fail(where, name, "the scalar mean loss", got)
     return given
 
 

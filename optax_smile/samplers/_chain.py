@@ -38,13 +38,9 @@ class Tracked(NamedTuple):
     num_unseen: jax.Array
 
     def differ(self, given: Tree, own: Tree) -> jax.Array:
-        """Tell whether parameters differ from the tracked ones by more than rounding.
+        """Tell whether parameters of the loop differ from the tracked ones by more than rounding.
 
         Rounding errors of the calls in which they were not compared add up like a random walk.
-
-        Args:
-            given: parameters of the loop.
-            own: the tracked ones, of the same leaves.
         """
         off = jax.tree.map(jnp.subtract, given, own)
         eps = ROUNDING * float(jnp.finfo(_tree.dtype(own)).eps)
@@ -56,13 +52,7 @@ class Tracked(NamedTuple):
     def advance(
         self, params: optax.Params, displacement: optax.Updates, is_seen: bool
     ) -> "Tracked":
-        """Move the parameters of a call as `optax.apply_updates` does.
-
-        Args:
-            params: of the loop, or the tracked ones.
-            displacement: by which the call moves them.
-            is_seen: whether the loop passed its own parameters.
-        """
+        """Move parameters, those of the loop if `is_seen`, as `optax.apply_updates` does."""
         length = jnp.sqrt(_tree.inner(displacement, displacement))
         num_unseen = jnp.zeros_like(self.num_unseen) if is_seen else _tree.count(self.num_unseen)
         return Tracked(
@@ -89,13 +79,9 @@ class ChainState(NamedTuple):
 
     Attributes:
         dynamics: how the chain moves, a `LangevinState` or a `MicrocanonicalState`.
-        guardrail: counters of rejected steps.
-        probe: whether the parameters arrive where they were sent.
         prior_mean: the parameters at the start, if the prior is around them; or None.
         num_steps: steps begun, the count that a step-size schedule gets, int32.
         key: for the noise of the next call, as raw numbers, uint32; None without noise.
-        last_update: facts about the last call.
-        sampled: which leaves are sampled.
         tracked: the parameters, with `track_params=True`; else None.
         state_format: `state.STATE_FORMAT` of the version that made the state, int32.
     """
@@ -164,10 +150,8 @@ class Call(NamedTuple):
 
     Attributes:
         posterior: with the temperature and the prior's mean of the chain.
-        updates: gradient of the mean loss, with that of `log_prior` if there is one.
+        updates, value: gradient and mean loss, with `log_prior` if there is one.
         passed: gradient as the loop passed it, if that is not `updates`.
-        params: the parameters.
-        value: mean loss, with `log_prior` likewise; None if the loop passes none.
     """
 
     posterior: potential.Potential

@@ -40,13 +40,9 @@ class SampledState(NamedTuple):
     def observe(
         self, moves: Sequence[bool], size: int, is_first: jax.Array, differs: jax.Array
     ) -> "SampledState":
-        """Record which leaves the first call moves, and whether a later one moves others.
+        """Record which leaves the first call moves, of which `size`, and whether others do later.
 
-        Args:
-            moves: whether each candidate has a gradient.
-            size: number of parameters of those that have one.
-            is_first: whether this is the first call.
-            differs: whether the parameters are not the tracked ones.
+        `differs` says whether the parameters are not the tracked ones.
         """
         now = jnp.asarray(moves, bool)
         others = ~is_first & jnp.any(self.has_gradient != now)
@@ -120,9 +116,7 @@ def only(tree: Tree, other: Tree) -> Tree:
 def narrow(state: Tree, like: Tree) -> Tree:
     """Take the leaves out of a state that `like` has; an array with a place for each leaf shrinks.
 
-    Args:
-        state: of all candidates.
-        like: shapes of the state of those that move.
+    `like` has the shapes of the state of the leaves that move.
     """
     leaves = dict(jax.tree_util.tree_leaves_with_path(state))
 
@@ -155,9 +149,6 @@ def select(
         updates: gradients, None for leaves that do not move.
         params: parameters, with any other leaves among them. None if the loop passes none.
         known: the candidates, a tree of the state.
-
-    Returns:
-        Gradients and parameters, with None in the place of all other leaves.
     """
     if params is not None:
         _check_structure(where, "params", params, known, OF_INIT)

@@ -53,11 +53,8 @@ CONSTRAINTS = {
 class MicrocanonicalState(NamedTuple):
     """State of the dynamics of `smile`, `psmile` and `mclmc`.
 
-    Attributes:
-        preconditioner: state of the preconditioner; None for a scale of one.
-        momentum: direction and place inside the open step.
-        tuner: state of the tuner, with the field `step_size_factor`.
-        evidence: averages over the calls so far.
+    The state of the preconditioner is None for a scale of one; that of the tuner has a field
+    `step_size_factor`.
     """
 
     preconditioner: Tree
@@ -123,7 +120,11 @@ class Microcanonical(Dynamics):
     def _step(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
         momentum, here, past = self.momentum, state.dynamics.momentum, state.dynamics.evidence
         if call.value is None and (self.tuner.uses_energy or self.reject_quantile is not None):
-            _warn_without_value(self.name)
+            warn(
+                f"`{self.name}.update` got no loss. Without it, `quantile_tuner` does not adapt the"
+                " step size, and `reject_quantile` rejects only non-finite steps. Pass `value=loss`"
+                " to `update`."
+            )
         key, noise_key = self.split(state.key)
 
         # Read the trees: every inner product in one pass over memory.
@@ -245,10 +246,3 @@ def sampler(
 ) -> Callable[[Callable[_call.Arguments, Preconditioner]], _call.Maker[_call.Arguments]]:
     """Make a sampler of a function that returns its preconditioner, see `_call.sampler`."""
     return _call.sampler(_assemble, CONSTRAINTS | constraints, fixed)
-
-
-def _warn_without_value(where: str):
-    warn(
-        f"`{where}.update` got no loss. Without it, `quantile_tuner` does not adapt the step size,"
-        " and `reject_quantile` rejects only non-finite steps. Pass `value=loss` to `update`."
-    )

@@ -54,18 +54,10 @@ def sgld(
     Args:
         step_size: eps > 0, the square of a length: a number or an Optax schedule of the number of
             steps. `optax.sgd(lr)` on the mean loss has the drift of eps = lr / num_data.
-        num_data: number of examples, or tokens, in the whole data set, >= 1, see `psmile`.
-        prior_precision: of the Gaussian prior, >= 0: a number, or a prefix of the parameter tree
-            with numbers or arrays like its leaves. Leave weight decay and penalties out of the
-            loss.
-        prior_mean: mean of that prior, in the same form, or `"start"` as in `psmile`.
-        log_prior: log density of another prior, `log_prior(params)`, a scalar in nats, up to a
-            constant, differentiable; it replaces the Gaussian, so `prior_precision=0` with it.
-            Steps to where it is -inf are rejected, see `psmile`.
         temperature: of the posterior, > 0; 1 is the Bayesian posterior.
         key: JAX key or seed for the noise, needed. To give chains under `vmap` different keys, use
-            `optax_smile.parallel.init(sampler, params, key=key)`.
-        track_params: whether the state holds the parameters, as in `psmile`.
+            `optax_smile.parallel.init(sampler, params, key=key)`. For the other arguments see
+            `psmile`.
 
     Returns:
         An Optax transformation, as from `psmile`. It needs no `value` and has no energy error; a

@@ -50,20 +50,10 @@ FALLING, SHORTEST_WINDOW = 3.0, 256
 
 
 class Sums(NamedTuple):
-    """Inner products over all parameters.
+    """Inner products over all parameters of the trees that `measure` takes, 0 for missing ones.
 
-    Attributes:
-        direction_square: u . u, which rounding keeps off 1.
-        direction_dot_whitened: of u and the whitened gradient.
-        whitened_square: squared norm of the whitened gradient.
-        params_square: squared norm of the parameters.
-        updates_square: squared norm of the gradient of the mean loss, to which a `log_prior` adds
-            its own.
-        prior_change: what the last drift added to the prior's part of the energy, nats.
-        deviation_square: squared norm of the preconditioner's deviation; 0 without one.
-        noise_square: squared norm of the explicit noise; 0 without noise.
-        noise_dot_direction: of the noise and u, likewise.
-        noise_dot_whitened: of the noise and the whitened gradient, likewise.
+    `direction_square` is u . u, which rounding keeps off 1. `prior_change` is what the last drift
+    added to the prior's part of the energy, nats.
     """
 
     direction_square: jax.Array
@@ -91,15 +81,8 @@ def measure(
 ) -> tuple[Sums, Tree, jax.Array]:
     """Compute all inner products of a call in one pass over memory.
 
-    Args:
-        params: the parameters; all other trees are like them.
-        updates: gradient of the mean loss, with that of `log_prior` if there is one.
-        passed: gradient as the loop passed it, if that is not `updates`.
-        direction: the unit momentum u.
-        whitened: gradient of the energy over the scale of the preconditioner.
-        deviation: what the preconditioner measures of that gradient, or None.
-        noise: explicit noise, or None.
-        prior_terms: what the last drift, backwards, would add to the prior's part of the energy.
+    For the gradients see `samplers._microcanonical`. `prior_terms` is what the last drift,
+    backwards, would add to the prior's part of the energy.
 
     Returns:
         The inner products, a sketch of the whitened gradient, and the fingerprint of the gradient
@@ -192,11 +175,7 @@ class OpenStep(NamedTuple):
     ) -> OpenStep:
         """Add the kicks and the drift of a call; start again where the call opens a step.
 
-        Args:
-            end: the closing kick.
-            opening_kick: energy gained by the opening kick, nats.
-            sums: with the prior's change in the last drift.
-            value: mean loss of the call, or None.
+        The `opening_kick` gains this energy, nats.
         """
         opens = end.opens_step
         at = self.opening_value if value is None else jnp.where(opens, value, self.opening_value)
@@ -319,8 +298,7 @@ class TurnAverage(NamedTuple):
     Attributes:
         mean_turn_rate: radians per unit length, scalar; 0 before the first gradient.
         num_turns: gradients that entered, int32.
-        num_outlying: gradients of accepted calls with a reduced weight: zero, or over
-            `LARGEST_RATIO` times the average; int32.
+        num_outlying: gradients of accepted calls with a reduced weight, int32.
     """
 
     mean_turn_rate: jax.Array
@@ -388,13 +366,8 @@ class ChangeAverage(NamedTuple):
     ) -> tuple[ChangeAverage, jax.Array]:
         """Compare the gradient with the one at the last step end, if both calls are accepted.
 
-        Args:
-            sketch: of this gradient.
-            end: whether a step ends or begins here.
-            sums: with the square of the gradient.
-            accepted: whether this call is.
-            counts: whether its gradient carries information, and its step was long enough to show
-                in it: the change after a shorter step is rounding.
+        `counts` says whether the gradient carries information, and its step was long enough to show
+        in it: the change after a shorter step is rounding.
 
         Returns:
             The averages, and the angle per unit length by which this change turns the momentum; 0
@@ -497,13 +470,8 @@ class LossAverage(NamedTuple):
         The energy of a converged chain of d parameters has the standard deviation sqrt(d / 2). Its
         means over two windows differ by less than that, and by the noise of the batches. A window
         is compared with the one before from its middle on. So the way to the posterior is forgotten
-        after at most six times as many calls as it took.
-
-        Args:
-            value: mean loss, or None.
-            energy_per_loss: num_data / temperature.
-            num_parameters: d.
-            accepted: whether the call is.
+        after at most six times as many calls as it took. `energy_per_loss` is num_data over the
+        temperature.
         """
         if value is None:
             return self
@@ -534,16 +502,7 @@ class LossAverage(NamedTuple):
 
 
 class EvidenceState(NamedTuple):
-    """What a chain remembers of its past calls.
-
-    Attributes:
-        open_step: terms of its energy.
-        energies: averages of |energy change| over all steps.
-        turns: average rate at which the gradients of the accepted calls turn the momentum.
-        changes: average change of these gradients from one step end to the next.
-        descent: average energy that the drifts of the accepted calls lose.
-        loss: averages of the mean loss, if the loop passes it.
-    """
+    """What a chain remembers of its past calls."""
 
     open_step: OpenStep
     energies: EnergyAverages

@@ -30,10 +30,9 @@ class ProbeState(NamedTuple):
         start: their values in the last call, `[entry]`; 0 where it read none.
         is_known: whether the next call can compare them, `[entry]`; False before the first one and
             after a rejected step.
-        num_altered: calls in which they were not where the last call had sent them, int32.
+        num_altered, is_altered: see `state.Stats`.
         num_compared: calls that could compare them, up to `WINDOW`, int32.
         altered_share: share of altered ones among these, later their moving average.
-        is_altered: whether there are too many altered calls for an accident.
     """
 
     start: jax.Array
@@ -50,7 +49,14 @@ class ProbeState(NamedTuple):
 
 def init(params: optax.Params) -> ProbeState:
     """Begin before the first call."""
-    start = _unread(params)
+    leaves = jax.tree.leaves(params)
+    if any(AxisType.Manual in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves):
+        # Inside a `shard_map` the zeros must vary over its axes, as the leaves do.
+        start = jnp.zeros_like(_in_one(entries(params)))
+    else:
+        # The leaves may be shapes alone.
+        like = jax.eval_shape(lambda tree: _in_one(entries(tree)), params)
+        start = jnp.zeros(like.shape, like.dtype)
     return ProbeState(
         start=start,
         is_known=jnp.zeros_like(start, bool),
@@ -61,35 +67,17 @@ def init(params: optax.Params) -> ProbeState:
     )
 
 
-def _unread(params: optax.Params) -> jax.Array:
-    """Zeros in the place of the entries, of leaves that may be shapes alone."""
-    leaves = jax.tree.leaves(params)
-    if any(AxisType.Manual in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves):
-        # Inside a `shard_map` the zeros must vary over its axes, as the leaves do.
-        return jnp.zeros_like(_in_one(entries(params)))
-    like = jax.eval_shape(lambda tree: _in_one(entries(tree)), params)
-    return jnp.zeros(like.shape, like.dtype)
-
-
 def look(
     state: ProbeState, params: optax.Params, moved: list[jax.Array], reject: jax.Array
 ) -> ProbeState:
-    """Compare the parameters with the values that the last call sent.
+    """Compare the parameters of the loop with the values that the last call sent.
 
-    Args:
-        state: of the last call.
-        params: parameters as the loop passes them.
-        moved: entries of the last displacement, from the state.
-        reject: whether this call goes back to where the step began.
-
-    Raises:
-        ValueError: another transformation has computed with the state.
+    `moved` has the entries of the last displacement, from the state. If the call goes back to where
+    the step began, `reject` is true.
     """
     if state.is_known.dtype != bool:
         rule, got = "what `init` or `update` returned", "one whose booleans are numbers"
-        remedy = (
-            "`reset_state=True` of `optax.lookahead` and `sam` does that and makes draws wrong."
-        )
+        remedy = "`optax.lookahead(reset_state=True)` and `sam` do that and make draws wrong."
         _check.fail("update", "state", rule, got, remedy)
     found = entries(params)
     rounding = ROUNDING * max((float(jnp.finfo(x.dtype).eps) for x in found), default=0.0)

@@ -22,13 +22,11 @@ GOOD_CALLS_TO_RESTORE = 100
 
 
 class GuardrailState(NamedTuple):
-    """Counters of rejected steps.
+    """Counters of rejected steps, int32; for those that are not listed see `state.Stats`.
 
     Attributes:
-        num_rejected: steps rejected for an outlying energy, int32.
-        num_nonfinite: calls with a non-finite gradient or value, int32.
-        nonfinite_run: such calls in a row, int32.
-        finite_run: finite calls since the last such call, int32.
+        nonfinite_run: non-finite calls in a row.
+        finite_run: finite calls since the last such call.
         step_backoff: factor of the step size after too many of them, scalar in [1/16, 1].
     """
 
@@ -48,17 +46,10 @@ def init(dtype: jnp.dtype) -> GuardrailState:
 def judge(
     state: GuardrailState, is_finite: jax.Array, is_outlier: jax.Array | bool = False
 ) -> tuple[GuardrailState, jax.Array]:
-    """Decide whether a call rejects the open step.
+    """Count a call, and decide whether it rejects the open step.
 
-    Args:
-        state: the counters.
-        is_finite: whether all numbers that the call received are finite, and its step size not
-            negative.
-        is_outlier: whether the energy error of the step is an outlier, see
-            `EnergyAverages.is_outlier`.
-
-    Returns:
-        The new counters and the decision, a boolean scalar.
+    `is_finite` says whether all numbers that the call received are finite and its step size is not
+    negative, `is_outlier` whether the energy error of the step is an outlier.
     """
     nonfinite_run = jnp.where(is_finite, 0, optax.safe_increment(state.nonfinite_run))
     finite_run = jnp.where(is_finite, optax.safe_increment(state.finite_run), 0)

@@ -28,7 +28,7 @@ GROWTH = 10.0
 
 
 class Tuner:
-    """A rule for the step size.
+    """A rule for the step size. This class itself keeps that of the user.
 
     For a rule of your own, inherit from it, preferably as a frozen dataclass, override `update`,
     and `init` if the state has more fields than `step_size_factor`. Both are pure functions that
@@ -68,7 +68,7 @@ class Tuner:
                 by which gradients turn the momentum; `base`, the user's step size;
                 `num_gradients`, the calls so far.
         """
-        raise NotImplementedError
+        return state
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{x}={value!r}' for x, value in vars(self).items())})"
@@ -83,17 +83,6 @@ class FactorState(NamedTuple):
     """
 
     step_size_factor: jax.Array
-
-
-@dataclass(frozen=True, repr=False)
-class Fixed(Tuner):
-    """Keep the user's step size."""
-
-    name = "fixed"
-
-    def update(self, state: FactorState, evidence: Evidence) -> FactorState:
-        """Return the state unchanged."""
-        return state
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,8 +103,8 @@ class QuantileTuner(Tuner):
         raised = jnp.where(energy < averages.quantile(low), 1 + self.adapt_rate, 1)
         lowered = jnp.where(energy > averages.quantile(high), 1 - self.adapt_rate, raised)
         floor = jnp.minimum(evidence.resolution / evidence.base, factor)
-        adapts = evidence.error.known & averages.settled()
-        adapts &= evidence.num_gradients < _last(self.adapt_steps)
+        last = math.inf if self.adapt_steps is None else self.adapt_steps
+        adapts = evidence.error.known & averages.settled() & (evidence.num_gradients < last)
         adapted = jnp.maximum(factor * lowered, floor)
         return FactorState(jnp.where(adapts, adapted, factor).astype(factor.dtype))
 
@@ -213,7 +202,8 @@ class AngleTuner(Tuner):
         shortest = jnp.maximum(resolution, jnp.finfo(wanted.dtype).eps)
         longest = jnp.maximum(shortest, GROWTH * state.step_size_factor * evidence.base)
         longest = jnp.where(evidence.turns.num_turns > 0, longest, shortest)
-        adapts = is_finite & (evidence.num_gradients < _last(self.adapt_steps))
+        last = math.inf if self.adapt_steps is None else self.adapt_steps
+        adapts = is_finite & (evidence.num_gradients < last)
         usual = jnp.maximum(jnp.minimum(wanted, longest), resolution)
         usual = jnp.where(adapts, usual, jnp.maximum(state.usual_length, shortest))
 
@@ -281,15 +271,10 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     return AngleTuner(angle, adapt_steps)
 
 
-def _last(adapt_steps: int | None) -> float:
-    """Number of calls after which a tuner no longer adapts."""
-    return math.inf if adapt_steps is None else adapt_steps
-
-
 def choose(where: str, tuner: Tuner | None, step_size: StepSize | None) -> Tuner:
     """Return the tuner for the arguments `tuner` and `step_size` of a sampler."""
     if tuner is None:
-        return angle_tuner() if step_size is None else Fixed()
+        return angle_tuner() if step_size is None else Tuner()
     if tuner.sets_step_size and step_size is not None:
         rule = "None or a tuner such as `quantile_tuner(...)` if `step_size` is given"
         advice = "This tuner chooses the step size itself: leave out `tuner` or `step_size`."

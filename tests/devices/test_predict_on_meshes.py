@@ -64,10 +64,17 @@ def test_on_a_mesh(shape, kind, per, axis):
     28 snapshots on 8 rows of devices leave the last rows empty; 2 rows have 2 chains each.
     """
     specs = None if axis is None else {"w": jax.P(None, axis)}
-    got = classify(make_mesh(kind, *shape), per=per, curve=(3, 18), batch_size=16, specs=specs)
+    mesh = make_mesh(kind, *shape)
+    given: dict[str, Any] = {"likelihood": "categorical", "targets": LABELS, "batch_size": 16}
+    predictor = optax_smile.Predictor(
+        apply_fn, INPUTS, mesh=mesh, specs=specs, per=per, num_chains=CHAINS, **given
+    )
+    for count, params in enumerate(optax_smile.Snapshots({"w": WEIGHTS}), start=1):
+        predictor.update(params)
+        if count in (4, 20):
+            assert_average(predictor.finalize(), IN_ORDER[:count])
+    got = predictor.finalize()
     assert_average(got, IN_ORDER)
-    for count, point in zip((3, 18), got.curve, strict=True):
-        assert_average(point, IN_ORDER[:count])
     if per is not None:
         each = PROBABILITIES if per == "draw" else PROBABILITIES.mean(1)
         np.testing.assert_allclose(got.each.mean, each, atol=1e-5)

@@ -139,7 +139,6 @@ LAWFUL: dict[str, set[str]] = {
     "Snapshots.from_draws.draws": set(),
     "Snapshots.from_draws.trace": {"none"},
     "settings": {"none", "dict", "ints", "other"},
-    "curve": {"list", "dict", "empty"},
     **dict.fromkeys(("mean", "entropy", "variance"), {"none"}),
     **dict.fromkeys(("Likelihood.check", "Likelihood.has_target"), {"none"}),
     "lppd.log_density": NUMBER | {"odd"},
