@@ -1,7 +1,5 @@
 """Checkpoints of `benchmarks/` and IVON of `examples/`, against loops of their own."""
 
-import contextlib
-import dataclasses
 from typing import Any, cast
 
 from benchmarks.prediction import baselines
@@ -12,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from data import Splits
 from experiment import Experiment, Settings
 from rivals import ivon_optimizer
@@ -71,39 +68,6 @@ def test_checkpoints_are_those_of_adamw(tmp_path):
     assert_same(list(draws), kept)
     assert_same(given, member(start))
     assert draws.settings == {"name": "checkpoints", **options}
-
-
-@pytest.mark.parametrize("cut", [1, 8, 11])
-def test_training_that_was_cut_off_goes_on(cut, tmp_path, monkeypatch):
-    """Bit for bit: before the first draw, between draws, after the last."""
-    task, start = logistic((35,), "categorical"), member(weights())
-    baseline, passes = baselines.checkpoints, task.batches(8, 7)
-    run = Run(task, SETTINGS, start, 7, tmp_path / "cut")
-    whole = baseline(run._replace(directory=tmp_path / "whole"), {})
-
-    class Cut(Exception): ...
-
-    class Batches:
-        left = cut
-
-        def __iter__(self):
-            for batch in passes:
-                if self.left == 0:
-                    raise Cut
-                self.left -= 1
-                yield batch
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Experiment, "batches", lambda *_: Batches())
-        with pytest.raises(Cut) if cut < 11 else contextlib.nullcontext():
-            baseline(run, {})
-    finished = pytest.warns(UserWarning, match="the run in .* is finished")
-    with finished if cut == 11 else contextlib.nullcontext():
-        assert_same(baseline(run, {}).params, whole.params)
-    if cut > 7:
-        other = run._replace(settings=dataclasses.replace(SETTINGS, thin=3))
-        with pytest.raises(ValueError, match=r"thin=...\)` must be 2, as for the draws .*, got 3"):
-            baseline(other, {})
 
 
 def test_ivon_steps_are_those_of_the_paper():

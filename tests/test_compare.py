@@ -5,13 +5,12 @@ import types
 from typing import Any
 
 import compare
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import verdict
 from methods import METHODS
-from rivals import dropout_draws, last_layer_laplace, masked, noisy_ivon
+from rivals import last_layer_laplace, noisy_ivon
 
 
 def results(**lppd: list[float]) -> list[dict[str, dict[str, Any]]]:
@@ -37,45 +36,6 @@ def test_the_sentences_rank_by_lppd_and_pair_by_seed():
     ]
 
 
-def test_the_sentences_say_where_psmile_is_not_the_best():
-    """0.1 ± 0.1 is no difference, 1.0 ± 0.0 is one; `select` is not ranked."""
-    found = results(
-        single=[-1.0, -2.0, -3.3],
-        psmile=[-2.0, -3.0, -4.0],
-        best=[-1.0, -2.0, -3.0],
-        select=[9] * 3,
-    )
-    assert verdict.sentences(found)[1:] == [
-        "Next is single, 0.100 ± 0.100 nats below, within 2 standard errors, so 3 seeds do not "
-        "separate the two; psmile is not the best here: 1.000 ± 0.000 nats below, more than 2 "
-        "standard errors.",
-        "best costs 20 s of training and 100 forward passes per prediction; single, with 1 forward "
-        "pass, is within 2 standard errors of it.",
-    ]
-    second = verdict.sentences(results(psmile=[-2.0], best=[-1.0]))[1]
-    assert second == (
-        "Next is psmile, 1.000 nats below, and one seed has no error bar to judge that by; "
-        "psmile is not the best here."
-    )
-
-
-def test_sentences_need_two_methods():
-    with pytest.raises(ValueError, match="two methods with a finite LPPD, got \\['single'\\]"):
-        verdict.sentences(results(single=[-1.0], psmile=[-math.inf]))
-
-
-def test_the_table_says_why_a_method_did_not_run():
-    found = results(single=[-1.0, -3.0], psmile=[-math.inf, 0])
-    found = [{**one, "MC dropout": {"why": "needs `apply_dropout`"}} for one in found]
-    header, rows = verdict.cells(found)
-    assert header == ["method", "chosen setting", "LPPD", "training, s", "forward passes"]
-    assert rows == [
-        ["single", "rate 1", "-2.000 ± 1.000", "20", "1"],
-        ["psmile", "rate 1", "lost", "20", "10"],
-        ["MC dropout", "needs `apply_dropout`", "", "", ""],
-    ]
-
-
 def test_last_layer_laplace_of_linear_regression():
     """Covariance (X^T X / sigma^2 + delta I)^-1 of two weights, 20,000 draws: 4.5 errors of a
     variance are 4.5 %; the noise level is no part of the last layer.
@@ -97,26 +57,6 @@ def test_last_layer_laplace_of_linear_regression():
         last_layer_laplace(apply, params, [], "gaussian", "first")
 
 
-def test_last_layer_laplace_of_softmax_regression():
-    """Draws have the precision J^T (diag p - p p^T) J + delta I; with a large delta, that of it."""
-    x = np.random.default_rng(0).normal(size=(30, 2)).astype(np.float32)
-    kernel = np.array([[0.5, -1.0, 0.2], [0.1, 0.4, -0.3]], np.float32)
-
-    def apply(params, x):
-        return x @ params["last"]
-
-    p = np.asarray(jax.nn.softmax(x @ kernel))
-    blocks = [
-        np.kron(np.outer(a, a), np.diag(q) - np.outer(q, q)) for a, q in zip(x, p, strict=True)
-    ]
-    exact = np.linalg.inv(np.sum(blocks, axis=0) + np.eye(6))
-    params = {"last": jnp.asarray(kernel)[None]}
-    made = last_layer_laplace(apply, params, [(x, None)], "categorical", "last")
-    covariance = np.cov(made(1.0, 20_000, 0).params["last"][0].reshape(-1, 6).T)
-    scale = np.sqrt(np.outer(np.diag(exact), np.diag(exact)))
-    np.testing.assert_array_less(np.abs(covariance - exact) / scale, 0.045)
-
-
 def test_iterates_of_ivon_are_draws_of_its_gaussian():
     """With a rate of zero: mean where it began, variance 1 / (N (h + delta)), 4.5 errors."""
     number, h, delta, num_data = 20_000, 2.0, 0.5, 10
@@ -130,14 +70,6 @@ def test_iterates_of_ivon_are_draws_of_its_gaussian():
     assert abs(draws.mean() - 3) < 4.5 * np.sqrt(variance / number)
     assert abs(draws.var() / variance - 1) < 4.5 * np.sqrt(2 / number)
     np.testing.assert_array_equal(state.mean, params)
-
-
-def test_each_draw_has_a_dropout_mask_of_its_own():
-    draws = dropout_draws({"w": np.zeros((2, 1), np.float32)}, 3)
-    apply = masked(lambda params, x, key: x * jax.random.bernoulli(key, 0.5, x.shape))
-    assert len(draws) == 6
-    seen = {tuple(np.asarray(apply(draw, np.ones(64, np.float32)))) for draw in draws}
-    assert len(seen) == 6
 
 
 def test_scores_of_classes_and_of_numbers():
@@ -154,11 +86,6 @@ def test_scores_of_classes_and_of_numbers():
     test = made(mean=np.zeros(2), total=np.ones(2), log_density=np.zeros(2))
     found = compare.scores("gaussian", None, test, None, np.array([1.0, 2.0]))
     assert found == {"lppd": 0, "coverage": 0.5, "rmse": pytest.approx(np.sqrt(2.5))}
-
-
-def test_a_method_says_what_it_needs():
-    run: Any = types.SimpleNamespace(problem=types.SimpleNamespace(last_layer=None))
-    assert compare.row_of(run, "last-layer Laplace") == {"why": "needs `last_layer`"}
 
 
 @pytest.mark.nightly

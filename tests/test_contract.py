@@ -144,7 +144,7 @@ def test_samplers_are_found():
     assert all(getattr(optax_smile, name) is fn for name, fn in SAMPLERS.items())
 
 
-@pytest.mark.parametrize("case", [*PLAIN, "psmile, rich"])
+@shared_cases
 def test_chains_under_jit_and_vmap_equal_eager_ones(case):
     """At the start, at a number that is not finite, at an outlier, and right after each."""
     tx, keys = make(case), jax.random.key_data(jax.random.split(jax.random.key(7), 3))
