@@ -161,7 +161,7 @@ DEFECTS = r"""
 - Momentum(SCHEMES[arguments["integrator"]], length)
 + Momentum(SCHEMES[arguments["integrator"]], None)
 # samplers/_call.py | test_log_prior.py
-= temperature lost | gaussian_function and published
+= temperature lost | gaussian_function
 - for x in Potential._fields if x in arguments
 + for x in {*Potential._fields} - {"temperature"} if x in arguments
 # samplers/_microcanonical.py | test_langevin.py

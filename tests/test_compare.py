@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import verdict
 from methods import METHODS
-from rivals import last_layer_laplace, noisy_ivon
+from rivals import ivon_optimizer, last_layer_laplace, noisy_ivon
 
 
 def results(**lppd: list[float]) -> list[dict[str, dict[str, Any]]]:
@@ -55,6 +55,36 @@ def test_last_layer_laplace_of_linear_regression():
     assert np.all(draws["log_std"] == np.float32(np.log(0.5)))
     with pytest.raises(ValueError, match="must be part of the path of a parameter, got 'first'"):
         last_layer_laplace(apply, params, [], "gaussian", "first")
+
+
+def test_ivon_steps_are_those_of_the_paper():
+    """Algorithm 1 in NumPy and float64, three steps with given gradients."""
+    generator = np.random.default_rng(1)
+    lam, delta, b1, b2, h0, rate = 20.0, 0.1, 0.9, 0.8, 0.5, (0.3, 0.2, 0.1)
+    # Some estimates of the Hessian are so negative that they alone would make the variance so.
+    gradients, shifts = generator.normal(size=(2, 3, 50)) * np.reshape([5, 0.5], (2, 1, 1))
+    start = generator.normal(size=50)
+    numbers: Any = {"momentum_decay": b1, "hessian_decay": b2, "hess_init": h0}
+    numbers |= {"weight_decay": delta, "num_data": lam}
+    optimizer: Any = ivon_optimizer(lambda t: jnp.asarray(rate)[t], **numbers)
+    params = jnp.asarray(start, jnp.float32)
+    state, lowest = optimizer.init(params), np.inf
+    m, g, h = start, np.zeros(50), np.full(50, h0)
+    for t in (1, 2, 3):
+        theta, gradient = m + shifts[t - 1], gradients[t - 1]
+        sigma2 = 1 / (lam * (h + delta))
+        estimate = gradient * (theta - m) / sigma2
+        lowest = min(lowest, np.min(b2 * h + (1 - b2) * estimate + delta))
+        g = b1 * g + (1 - b1) * gradient
+        h = b2 * h + (1 - b2) * estimate + 0.5 * (1 - b2) ** 2 * (h - estimate) ** 2 / (h + delta)
+        m = m - rate[t - 1] * (h0 + delta) * (g / (1 - b1**t) + delta * m) / (h + delta)
+        point, slope = jnp.float32(theta), jnp.float32(gradient)
+        moves, state = optimizer.update(slope, state, params, point=point)
+        params = params + moves
+        np.testing.assert_allclose(state.hessian, h, rtol=2e-3)
+        np.testing.assert_allclose(state.momentum, g, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(params, m, rtol=1e-3, atol=1e-4)
+    assert lowest < 0 < np.min(h) + delta
 
 
 def test_iterates_of_ivon_are_draws_of_its_gaussian():
