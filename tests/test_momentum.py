@@ -157,7 +157,7 @@ def test_no_nan_at_any_size_of_kick_and_gradient():
         assert np.all((np.abs(norm - 1) < 1e-5) | ((norm == 0) & ~np.asarray(heading.moving)))
 
 
-@pytest.mark.parametrize("size, largest_delta", [(2, 1.0), (10, 10.0), (1000, 1e3)])
+@pytest.mark.parametrize("size, largest_delta", [(2, 1.0), (1000, 1e3)])
 def test_norm_after_many_kicks(size, largest_delta):
     """Random gradients and lengths, float32: 100,000 kicks, and 5,000 of many parameters."""
     rng, num_kicks = np.random.default_rng(size), 5_000 if size == 1000 else 100_000

@@ -57,7 +57,7 @@ def in_standard_errors(values, expected):
     return (values.mean() - expected) / error
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_own_sampler_on_a_gaussian_with_noise_of_unknown_strength():
     squares, thermostat = thermostats(num_chains=128, num_steps=5_000)
     for noise, square, xi in zip(NOISES, squares, thermostat, strict=True):
@@ -88,7 +88,7 @@ def test_own_sampler_in_a_run():
         optax_smile.stats(states)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tuning_of_mile():
     """Settings that BlackJAX finds on a Gaussian: 11.9 and 8.3 in the mean of 16 seeds.
 

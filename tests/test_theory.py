@@ -212,7 +212,7 @@ def heated(permuted):
     return np.asarray(squares, float), 1 / (1 + turned)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("permuted", [False, True])
 def test_noise_heats_what_it_prefers_and_as_much_explicit_noise_halves_that(permuted):
     """Each parameter gets its share of the noise as its variance.
