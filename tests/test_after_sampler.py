@@ -60,10 +60,6 @@ RIGHT: dict[str, Any] = {
 }
 
 
-def rounded(x):
-    return x.astype(jnp.bfloat16).astype(x.dtype)
-
-
 def average(x, y, start):
     return jax.tree.map(lambda x, y: 0.9 * x + 0.1 * y, x, y)
 
@@ -77,33 +73,15 @@ LOOPS: dict[str, Any] = {
         lambda n, after, before, start: optax.tree.where(n == 150, start, after),
     ),
     "an average of parameters": (False, lambda n, after, before, start: average(after, before, 0)),
-    "updates clipped": (
-        False,
-        lambda n, after, before, start: jax.tree.map(
-            lambda x, y: y + jnp.clip(x - y, -0.7, 0.7), after, before
-        ),
-    ),
     "weight decay in every tenth call": (
         False,
         lambda n, after, before, start: optax.tree.scale(1 - 1e-3 * (n % 10 == 0), after),
-    ),
-    "weight decay of one leaf": (
-        False,
-        lambda n, after, before, start: after | {"offset": 0.999 * after["offset"]},
     ),
     "a projection of one leaf": (
         False,
         lambda n, after, before, start: (
             after | {"offset": optax.projections.projection_non_negative(after["offset"])}
         ),
-    ),
-    "parameters rounded to bfloat16": (
-        False,
-        lambda n, after, before, start: jax.tree.map(rounded, after),
-    ),
-    "a leaf that is frozen": (
-        False,
-        lambda n, after, before, start: after | {"offset": start["offset"]},
     ),
     "the start restored in every epoch of 50": (
         False,

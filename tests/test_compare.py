@@ -1,4 +1,4 @@
-"""`examples/compare.py`: its sentences from given figures, its rivals against closed forms."""
+"""Rivals and scores of `examples/compare.py` against closed forms, and a run of all methods."""
 
 import math
 import types
@@ -11,29 +11,6 @@ import pytest
 import verdict
 from methods import METHODS
 from rivals import ivon_optimizer, last_layer_laplace, noisy_ivon
-
-
-def results(**lppd: list[float]) -> list[dict[str, dict[str, Any]]]:
-    """As `compare` gives them; forward passes grow with the place of a method."""
-    names = [name.replace("_", " ") for name in lppd]
-    return [
-        {
-            name: {"lppd": value, "passes": 10**place, "seconds": 20.0, "setting": "rate 1"}
-            for place, (name, value) in enumerate(zip(names, values, strict=True))
-        }
-        for values in zip(*lppd.values(), strict=True)
-    ]
-
-
-def test_the_sentences_rank_by_lppd_and_pair_by_seed():
-    """Differences of 0.2, 0.3, 0.4: 0.3 ± 0.1 / sqrt(3), more than two errors."""
-    found = results(single=[-1.3, -2.4, -3.5], SWAG=[-math.inf, 0, 0], psmile=[-1.1, -2.1, -3.1])
-    assert verdict.sentences(found) == [
-        "Use psmile: its test LPPD of -2.100 ± 0.577 nats is the highest of 2 methods.",
-        "Next is single, 0.300 ± 0.058 nats below, more than 2 standard errors.",
-        "psmile costs 20 s of training and 100 forward passes per prediction; no method with fewer "
-        "passes is within 2 standard errors of it.",
-    ]
 
 
 def test_last_layer_laplace_of_linear_regression():

@@ -4,7 +4,6 @@ Samplers are found by listing the folder. What their dynamics do alike is tested
 Where the state lies on several devices: `devices/test_sharded_states.py`.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -211,19 +210,6 @@ def test_half_precision_gradients(case, no_jit):
     updates, after = tx.update(grads, tx.init(PARAMS), PARAMS, value=jnp.float16(1))
     assert stats(after).num_nonfinite == 0
     chex.assert_trees_all_close(updates, expected, rtol=1e-6)
-
-
-def test_update_keeps_nothing(case="psmile, rich"):
-    """Calls for other parameters, before or in another thread, change nothing."""
-    tx, trees = make(case), [PARAMS, {"other": jnp.ones(3)}]
-
-    def types_after(tx, tree):
-        return types(jax.eval_shape(lambda x: tx.update(x, tx.init(x), x, value=1.0), tree))
-
-    expected = [types_after(make(case), tree) for tree in trees]
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(functools.partial(types_after, tx), trees)) == expected
-    assert types_after(tx, PARAMS) == expected[0]
 
 
 @pytest.mark.parametrize("case", PLAIN)

@@ -6,7 +6,6 @@ import data
 import numpy as np
 import pytest
 from data import corruptions
-from scipy import ndimage
 
 GREY = np.full((64, 32, 32, 3), 128, np.uint8)
 SEVERITIES = range(1, 6)
@@ -86,22 +85,3 @@ def test_noise_has_its_settings(monkeypatch):
         for level in (0, 255):
             assert np.mean(noise == level) == pytest.approx(share / 2, abs=0.002)
         assert np.mean(noise == 128) == pytest.approx(1 - share, abs=0.003)
-
-
-def test_zoom_and_defocus_against_scipy(photographs):
-    """Each magnification on its own, by resampling the image instead of by matrices."""
-    image = photographs[0, 2:30, 2:30] / 255
-    total, factors = image.copy(), np.arange(1, 1.16, 0.01)
-    for factor in factors:
-        kept = int(np.ceil(28 / factor))
-        inner = slice((28 - kept) // 2, (28 - kept) // 2 + kept)
-        large = np.asarray(ndimage.zoom(image[inner, inner], (factor, factor, 1), order=1))
-        trim = (large.shape[0] - 28) // 2
-        total += large[trim : trim + 28, trim : trim + 28]
-    changed = data.corrupt(photographs[:1, 2:30, 2:30], "zoom_blur", 3)[0]
-    assert np.abs(changed - total / (len(factors) + 1) * 255).max() < 1.01
-    # Severity 4: a disk of radius 1, a cross of five pixels that 0.2 hardly smooths.
-    cross = np.array([[0, 1, 0], [1, 1, 1], [0, 1, 0]]) / 5
-    expected = ndimage.correlate(photographs[0] / 255, cross[..., None], mode="mirror") * 255
-    changed = data.corrupt(photographs[:1], "defocus_blur", 4)[0]
-    assert np.abs(changed - expected).max() < 1.01
