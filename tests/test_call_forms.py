@@ -322,15 +322,6 @@ def test_other_parameters_than_the_tracked_ones_are_refused():
         sghmc().update(START, state, START)
 
 
-def test_sample_refuses_what_moves_the_tracked_parameters():
-    """In a `named_chain`, whose order a state does not tell; from the second call on."""
-    tx = optax.named_chain(("sampler", sghmc(track_params=True)), ("rate", optax.scale(0.5)))
-    start = jax.tree.map(lambda x: jnp.stack([x, x + 1]), START)
-    counts: Any = {"num_warmup": 0, "num_draws": 2, "thin": 1, "key": 0, "progress": False}
-    with pytest.raises(ValueError, match=r"`sample\(sampler=...\)`"):
-        optax_smile.sample(loss_fn, start, [*BATCHES], tx, **counts)
-
-
 def test_gradients_for_other_leaves_than_at_first_are_refused():
     part: Any = {"mean": jnp.ones(3), "offset": None}
     for tx in (sghmc(), sghmc(track_params=True)):

@@ -5,6 +5,7 @@ import dataclasses
 import warnings
 from typing import Any
 
+import chex
 import cloudpickle
 import equinox as eqx
 import equinox.internal
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from public_samplers import SAMPLERS, valid_arguments
 
 import optax_smile
 from optax_smile import _settings
@@ -42,12 +44,9 @@ def moved(tx):
     return updates["w"]
 
 
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-@pytest.mark.filterwarnings("ignore:.*got no loss")
-def test_it_survives_what_rebuilds_it(name):
-    tx = TRANSFORMATIONS[name]()
+def copies_of(tx):
     leaves, structure = jax.tree.flatten(tx)
-    copies = {
+    return {
         "tree": jax.tree.unflatten(structure, leaves),
         "map": jax.tree.map(lambda x: x, tx),
         "copy": copy.copy(tx),
@@ -55,7 +54,21 @@ def test_it_survives_what_rebuilds_it(name):
         "asdict": dataclasses.asdict(Config(tx))["tx"],
         "pickle": cloudpickle.loads(cloudpickle.dumps(tx)),
     }
-    expected, settings = moved(tx), _settings.of(tx, PARAMS)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_copy_has_the_settings_of_the_sampler(name):
+    tx = SAMPLERS[name](**valid_arguments(SAMPLERS[name], key=jax.random.key(1)))
+    for way, made in copies_of(tx).items():
+        assert _settings.of(made, PARAMS) == _settings.of(tx, PARAMS), way
+        chex.assert_trees_all_equal(made.init(PARAMS), tx.init(PARAMS))
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.filterwarnings("ignore:.*got no loss")
+def test_it_survives_what_rebuilds_it(name):
+    tx = TRANSFORMATIONS[name]()
+    copies, expected, settings = copies_of(tx), moved(tx), _settings.of(tx, PARAMS)
     for way, made in copies.items():
         np.testing.assert_array_equal(moved(made), expected, err_msg=way)
         assert type(made) is type(tx) and _settings.of(made, PARAMS) == settings, way
@@ -139,14 +152,19 @@ def outputs(params, x):
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("jax_debug_nans", True), ("jax_numpy_dtype_promotion", "strict")]
+    "flags",
+    [
+        {"jax_debug_nans": True, "jax_debug_infs": True},
+        {"jax_disable_jit": True, "jax_numpy_dtype_promotion": "strict"},
+    ],
 )
-def test_flags_of_jax_are_for_the_users_code(flag, value):
+def test_flags_of_jax_are_for_the_users_code(flags):
     start = {"w": jnp.stack([PARAMS["w"], 2 * PARAMS["w"]])}
     given: Any = {"num_warmup": 1, "num_draws": 2, "key": 0, "progress": False}
     tx = optax_smile.sgld(1e-3, **SMALL)
-    before = getattr(jax.config, flag)
-    jax.config.update(flag, value)
+    before = {flag: getattr(jax.config, flag) for flag in flags}
+    for flag, value in flags.items():
+        jax.config.update(flag, value)
     try:
         draws = optax_smile.sample(loss, start, [(X, Y)], optax_smile.psmile(**SMALL), **given)
         found = optax_smile.predict(outputs, draws, X, likelihood="gaussian", targets=Y, per="draw")
@@ -155,7 +173,8 @@ def test_flags_of_jax_are_for_the_users_code(flag, value):
         optax_smile.last_accepted(state, PARAMS)
         assert np.all(np.isfinite(draws.params["w"])) and str(optax_smile.stats(state))
     finally:
-        jax.config.update(flag, before)
+        for flag, value in before.items():
+            jax.config.update(flag, value)
 
 
 def test_any_zero_is_a_precision_of_zero():
