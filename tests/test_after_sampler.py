@@ -55,7 +55,6 @@ NAMED: dict[str, Any] = {
 }
 # Wrappers that leave them alone; others are in `test_wrappers_change_nothing`.
 RIGHT: dict[str, Any] = {
-    "apply_if_finite": lambda: optax.apply_if_finite(SGLD, 5),
     "conditionally_mask": lambda: optax.conditionally_mask(SGLD, mostly),
 }
 

@@ -114,12 +114,12 @@ def test_seeds_are_those_of_jax_and_others_are_refused():
 
 
 def test_an_eager_update_and_stats_do_not_wait_for_the_device():
-    tx, params = optax_smile.psmile(track_params=True, **SMALL), PARAMS
+    tx, params = optax_smile.sgld(1e-3, track_params=True, **SMALL), PARAMS
     state = tx.init(params)
     states = jax.tree.map(lambda x: jnp.stack([x, x]), state)
 
     @jax.jit
-    def slow(x, number=300):
+    def slow(x, number=150):
         """Some seconds, for this number of products."""
         matrix = jax.lax.fori_loop(0, number, lambda _, a: a @ a / 800, jnp.ones((800, 800)))
         return x * matrix[0, 0].astype(x.dtype)

@@ -22,7 +22,9 @@ NAIVE: dict[str, Any] = {"step_size": 0.1, "tuner": None, "decoherence_length": 
 TRAFFIC = {"psmile": ({}, 21.4), "psmile without noise": (NAIVE, 29.4)}
 
 
-@pytest.mark.parametrize("name", TRAFFIC)
+@pytest.mark.parametrize(
+    "name", ["psmile", pytest.param("psmile without noise", marks=pytest.mark.nightly)]
+)
 def test_a_call_moves_and_keeps_little(name):
     """AdamW moves 10; 0.15 of the parameters besides, and no array is copied whole."""
     options, traffic = TRAFFIC[name]

@@ -72,8 +72,7 @@ def test_false_stops_of_dependent_chains():
     assert share_stopped(simulate(EXAMPLES, GAIN + 0.05, 50)) > 0.9
 
 
-@pytest.mark.parametrize("tolerance, number", [(0.2, 2), (1e-6, None)])
-def test_a_run_stops_if_more_draws_gain_little(tolerance, number):
+def test_a_run_stops_if_more_draws_gain_little():
     x, y = (np.concatenate(part) for part in zip(*runs.regression(), strict=True))
 
     def density(chains):
@@ -82,6 +81,5 @@ def test_a_run_stops_if_more_draws_gain_little(tolerance, number):
 
     run = optax_smile.Run(runs.mean_loss, runs.start(), runs.regression(), runs.noisy(), key=0)
     run.advance(20)
-    given = {"num_draws": 12, "thin": 2, "every": 2, "tolerance": tolerance}
-    assert sample_until_settled(run, density, **given) == number
-    assert run.num_draws == (number or 12)
+    given = {"num_draws": 12, "thin": 2, "every": 2, "tolerance": 0.2}
+    assert sample_until_settled(run, density, **given) == run.num_draws == 2

@@ -414,7 +414,7 @@ def test_any_unit_gives_the_same_angle():
         assert after[115:] == pytest.approx(after[99], rel=0.3)
 
 
-@pytest.mark.parametrize("size", [10, 1000])
+@pytest.mark.parametrize("size", [10, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_steps_on_clean_quadratics_settle(size):
     """The change grows with the step: a rule that takes it at its word would alternate for ever."""
     curvatures = jnp.stack([jnp.geomspace(least, 1.0, size) for least in (1.0, 1e-4)])

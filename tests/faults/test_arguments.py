@@ -220,7 +220,7 @@ def chosen(name: str, arguments: dict[str, Any], full: bool) -> list[tuple[str, 
     if name in SLOW:
         lawful = {which: LAWFUL.get(which, set()) for which in arguments}
         pairs = [(which, value) for which, value in pairs if value not in lawful[which]]
-    return draw.sample(pairs, min(len(pairs), 10))
+    return draw.sample(pairs, min(len(pairs), 6))
 
 
 @pytest.mark.parametrize("which", FAMILIES)
