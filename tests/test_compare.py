@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import verdict
 from methods import METHODS
-from rivals import ivon_optimizer, last_layer_laplace, noisy_ivon
+from rivals import ivon_optimizer, last_layer_laplace
 
 
 def test_last_layer_laplace_of_linear_regression():
@@ -62,21 +62,6 @@ def test_ivon_steps_are_those_of_the_paper():
         np.testing.assert_allclose(state.momentum, g, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(params, m, rtol=1e-3, atol=1e-4)
     assert lowest < 0 < np.min(h) + delta
-
-
-def test_iterates_of_ivon_are_draws_of_its_gaussian():
-    """With a rate of zero: mean where it began, variance 1 / (N (h + delta)), 4.5 errors."""
-    number, h, delta, num_data = 20_000, 2.0, 0.5, 10
-    options = {"momentum_decay": 0.9, "hessian_decay": 1.0, "hess_init": h, "weight_decay": delta}
-    tx = noisy_ivon(0.0, num_data=num_data, key=0, **options)
-    params = jnp.full((number,), 3.0)
-    moved: Any = tx.update(jnp.ones(number), tx.init(params), params)
-    updates, state = moved
-    draws = np.asarray(params + updates)
-    variance = 1 / (num_data * (h + delta))
-    assert abs(draws.mean() - 3) < 4.5 * np.sqrt(variance / number)
-    assert abs(draws.var() / variance - 1) < 4.5 * np.sqrt(2 / number)
-    np.testing.assert_array_equal(state.mean, params)
 
 
 def test_scores_of_classes_and_of_numbers():
