@@ -91,14 +91,6 @@ def test_arguments_may_have_names():
     chex.assert_trees_all_equal(named, expected)
 
 
-def test_members_without_params():
-    tx = sghmc(track_params=True)
-    members: Any = jax.tree.map(lambda x: jnp.stack([x + 1, x]), START)
-    params, state = jax.vmap(lambda start: follow(tx, without_params, start=start))(members)
-    found = jax.tree.map(lambda x: x[1], (params, jax.vmap(last_accepted)(state)))
-    chex.assert_trees_all_close(found, expected(sghmc)[:2], rtol=1e-5, atol=1e-6)
-
-
 def injected(**options) -> Any:
     build: Any = optax.inject_hyperparams(optax_smile.sghmc, static_args=("key",))
     return build(step_size=1e-2, num_data=100, key=KEY, **options)
