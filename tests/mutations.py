@@ -33,7 +33,7 @@ RESULTS: dict[Any, str] = {PASSED: "survived", FAILED: "caught"}
 
 # "# file | tests", and for each defect "= what is broken | -k expression", then the lines of the
 # old text and those of the new one.
-# The last 25 were chosen without knowledge of the tests; 17 were caught at the first run.
+# 25 of them were chosen without knowledge of the tests; 17 were caught at the first run.
 DEFECTS = r"""
 # potential.py | test_potential.py
 = no temperature in the gradient | gradient
@@ -52,14 +52,22 @@ DEFECTS = r"""
 = variance about zero | formula
 - return jax.tree.map(jnp.subtract, gradient, state.gradient_mean)
 + return gradient
+= isotropic part added without taking it from the measured one | scale_is_that_of_the_formula
+- (1 - isotropic_weight) / jnp.where(noisy, mean, 1)
++ 1 / jnp.where(noisy, mean, 1)
 # stages/integrator.py | test_momentum.py
 = kick uphill | kick_is_that
 - cosine = -sums.direction_dot_whitened
 + cosine = sums.direction_dot_whitened
-# stages/integrator.py | test_momentum.py
 = noise of twice the length | right_angle
 - exponent = 2 * length / rule
 + exponent = length / rule
+= step size changes in the middle of a step | keeps_its_length
+- step_length = jnp.where(begins, step_length, state.step_length)
++ 
+= missing half in the kinetic energy of a long kick | ten_million
+- jnp.log((1 - cosine) / 2) - delta
++ jnp.log(1 - cosine) - delta
 # stages/integrator.py | test_preconditioner.py
 = drift without the scale | sampler_whitens
 - return moved if inverse_scale is None else
@@ -81,15 +89,20 @@ DEFECTS = r"""
 = non-finite steps are kept | without_values
 - return counted, is_outlier | ~is_finite
 + return counted, is_outlier
+= run of good calls is not reset by a bad one | after_non_finite_calls
+- finite_run = jnp.where(is_finite, optax.safe_increment(state.finite_run), 0)
++ finite_run = jnp.where(is_finite, optax.safe_increment(state.finite_run), state.finite_run)
 # stages/evidence.py | test_guardrail.py
 = a loss of energy is no outlier | point_survives
 - (jnp.abs(error.change) > threshold)
 + (error.change > threshold)
+= rejected gradients enter the scale | point_survives
+- counts=end.opens_step & (trust > 0) & accepted,
++ counts=end.opens_step & (trust > 0),
 # stages/evidence.py | test_tuner.py
 = averages not debiased | bias_corrected
 - / (1 - ENERGY_DECAY**power)
 +
-# stages/evidence.py | test_tuner.py
 = rejected steps enter the turns | enter_the_turns
 - evident = accepted & (trust > 0)
 + evident = trust > 0
@@ -99,6 +112,9 @@ DEFECTS = r"""
 = change from the middle of a step | step_ends_that_are_kept
 - enters = self.is_comparable & end.is_end & accepted
 + enters = self.is_comparable & accepted
+= uphill gradients are discounted like downhill ones | says_of_the_turns
+- 1 - jnp.maximum(cosine, 0) ** 2, SMALLEST_SHARE
++ 1 - cosine**2, SMALLEST_SHARE
 # stages/evidence.py | test_momentum.py
 = matched noise by whole gradients | right_angle and matched
 - return turn, jnp.where(known, jnp.sqrt(
@@ -122,10 +138,6 @@ DEFECTS = r"""
 = averages that stand still in the end | counters
 - SHARE, LONGEST_AVERAGE = 0.25, 2**22
 + SHARE, LONGEST_AVERAGE = 0.25, 2**40
-# stages/evidence.py | test_guardrail.py
-= rejected gradients enter the scale | point_survives
-- counts=end.opens_step & (trust > 0) & accepted,
-+ counts=end.opens_step & (trust > 0),
 # stages/probe.py | test_probe.py
 = what arrives elsewhere is not counted | on_its_way
 - num_altered=_tree.count(state.num_altered, altered),
@@ -137,13 +149,12 @@ DEFECTS = r"""
 - is_known=jnp.logical_and(is_read, ~reject),
 + is_known=jnp.asarray(is_read),
 # state.py | test_after_sampler.py
+= what follows the sampler is not looked at | test_refused
+- chain[place + 1 :] if hasattr
++ chain[len(chain) :] if hasattr
 = altered chains have draws | accepted_refuses
 - if is_concrete(last.is_altered) and last.is_altered:
 + if False:
-# state.py | test_probe.py
-= what follows the sampler is not looked at | refused
-- chain[place + 1 :] if hasattr
-+ chain[len(chain) :] if hasattr
 # chains/_directory.py | test_identity.py
 = any settings are the same | another_run
 - if mine != theirs.get(name) and
@@ -161,7 +172,7 @@ DEFECTS = r"""
 - Momentum(SCHEMES[arguments["integrator"]], length)
 + Momentum(SCHEMES[arguments["integrator"]], None)
 # samplers/_call.py | test_log_prior.py
-= temperature lost | gaussian_function and published
+= temperature lost | gaussian_function
 - for x in Potential._fields if x in arguments
 + for x in {*Potential._fields} - {"temperature"} if x in arguments
 # samplers/_microcanonical.py | test_langevin.py
@@ -180,10 +191,16 @@ DEFECTS = r"""
 = sampling and search swapped | right_step
 - (in_cycle >= exploration * cycle_length)
 + (in_cycle < exploration * cycle_length)
+= cycle length rounded down instead of up | cyclical_sgld
+- cycle_length = -(-total_steps // num_cycles)
++ cycle_length = total_steps // num_cycles
 # samplers/_langevin.py | test_langevin.py
 = rejected gradients enter the memory | taken_back
 - memory=optax.tree.where(reject, here.memory, memory)
 + memory=memory
+= rejected steps advance the schedule count | nonfinite_inputs
+- num_steps=_tree.count(state.num_steps, ~reject)
++ num_steps=_tree.count(state.num_steps)
 # _tree.py | test_langevin.py
 = one key for all leaves | noise_of_each_leaf
 - keys = jax.random.split(key, len(leaves))
@@ -192,6 +209,9 @@ DEFECTS = r"""
 = signs repeat along the rows | isotropic_noise_of or no_memory
 - stride *= leaf.shape[axis]
 + stride *= 1
+= stride of the third axis forgets the second | random_signs
+- stride *= leaf.shape[axis]
++ stride = leaf.shape[axis]
 # samplers/_call.py | test_sampling.py
 = defaults of a sampler not recorded | settings_hold
 - bound.apply_defaults()
@@ -204,6 +224,9 @@ DEFECTS = r"""
 = one key for all chains | own_keys
 - keys = jax.random.split(key, chains)
 + keys = jnp.broadcast_to(key, (chains,))
+= key is ignored for a single chain | single_chain
+- if key is None and chains == 1:
++ if chains == 1:
 # parallel.py | devices/test_parallel.py
 = examples not spread over the mesh | examples_are_spread
 - after = (DATA,) if size > 1 and divides else ()
@@ -233,7 +256,6 @@ DEFECTS = r"""
 = batches of each chain stacked along the chains | several_steps_in_one_go
 - .stack(leaves, axis=axis)
 + .stack(leaves, axis=0)
-# chains/_chains.py | test_sampling.py
 = draws are proposals | hand_written and leapfrog
 - draw = last_accepted(chain.state, chain.params)
 + draw = chain.params
@@ -245,6 +267,11 @@ DEFECTS = r"""
 = a rejected step moves the auxiliary state | auxiliary_state_follows
 - aux=optax.tree.where(now.accepted, aux, chain.aux)
 + aux=aux
+= key of a stochastic loss never moves on | random_loss
+-             key=key,
+-             loss=jnp.where(now.accepted
++             key=chain.key,
++             loss=jnp.where(now.accepted
 # chains/_directory.py | test_sampling.py
 = chains and draws swapped | shapes
 - np.stack(leaves, axis=1)
@@ -263,6 +290,10 @@ DEFECTS = r"""
 = the newest checkpoint is kept alone | one_before_serves
 - KEPT = 2
 + KEPT = 1
+= checkpoint does not wait for the draws before it | checkpoint_waits
+-         self.files.flush()
+-         if wide :=
++         if wide :=
 # draws/snapshots.py | test_choose.py
 = a draw is chosen twice | best_addition
 - np.logaddexp(total, bounded[best]), False
@@ -270,7 +301,6 @@ DEFECTS = r"""
 = draws are chosen by their own score | best_addition
 - np.logaddexp(total, bounded).mean(axis=1)
 + bounded.mean(axis=1)
-# draws/snapshots.py | test_choose.py
 = chosen draws are of other chains | best_addition
 - (density).swapaxes(0, 1).reshape(len(self), -1)
 + (density).reshape(len(self), -1)
@@ -306,6 +336,9 @@ DEFECTS = r"""
 = a loss draws the same numbers in every step | best_epoch
 - aux=aux, key=key, loss=value
 + aux=aux, loss=value
+= a member that has stopped early may get better again | stays_done
+- better = (value < member.best_loss) & (member.stale < patience) | keeps_last
++ better = (value < member.best_loss) | keeps_last
 # chains/select.py | test_select.py
 = rounds take a third of a run whatever was asked | share_of_the_steps
 - steps = largest_cost * self.end
@@ -350,10 +383,12 @@ DEFECTS = r"""
 = total variance without that of the means | test_gaussian
 - variance = self.variance + self.spread / self.count
 + variance = self.variance + 0 * self.spread
-# draws/predict.py | test_predict.py
 = draws of the chains mixed up | categorical_equals
 - x.reshape(*axes, *x.shape[1:]).swapaxes(0, 1)
 + x.reshape(*axes[::-1], *x.shape[1:])
+= total variance takes the unbiased spread of the means | gaussian
+- variance = self.variance + self.spread / self.count
++ variance = self.variance + self.spread / jnp.maximum(self.count - 1, 1)
 # draws/predict.py | devices/test_predict_on_meshes.py
 = chains on a mesh averaged together | on_a_mesh
 - group = first // self._rows % self._num_groups
@@ -362,10 +397,16 @@ DEFECTS = r"""
 = score of a chain is that of its single draws | summary_holds
 - by_chain = statistics.log_mean_exp(density, (1,))
 + by_chain = density.mean(axis=1)
+= copies of chains count in the Monte Carlo error | copies_count_once
+- statistics.mcse_lppd(density[own])
++ statistics.mcse_lppd(density)
 # metrics.py | test_metrics.py
 = ECE not weighted | ece
 - np.sum(bins.count * gaps) / np.sum(bins.count)
 + np.mean(gaps)
+= bins of equal width hold their lower edge | ece_by_hand
+- np.ceil(confidence * num_bins).astype(int) - 1
++ np.floor(confidence * num_bins).astype(int)
 # interop/estimators.py | test_estimators.py
 = estimator: means without the target's | units
 - "mean": found.mean * self.width_ + self.center_
@@ -373,6 +414,9 @@ DEFECTS = r"""
 = estimator: noise in units of another | units
 - np.sqrt(found.total) * self.width_
 + np.sqrt(found.total)
+= num_data counts the rows without the held-out ones | units_of_features
+- "num_data": len(data[0])
++ "num_data": len(x)
 # plots.py | test_plots.py
 = axes of the reliability diagram swapped | reliability
 - ax.plot(*places, color
@@ -384,6 +428,9 @@ DEFECTS = r"""
 = local: around zero, not the start | each_chain_has
 - potential._replace(prior_mean=centre)
 + potential._replace(prior_mean=0.0)
+= temperature missing in the prior's part of the expected excess loss | bound_is_exact
+- prior = potential.prior_precision / potential.temperature * num_parameters / curvature
++ prior = potential.prior_precision * num_parameters / curvature
 # stages/integrator.py | test_local.py
 = local: forgets over half a radius | forgets_over
 - exponent = 2 * length * turns
@@ -403,73 +450,18 @@ DEFECTS = r"""
 = local: excess on one side alone | no_minimum
 - "excess": (loss + losses(mirrored)) / 2 - start_loss,
 + "excess": loss - start_loss,
-# samplers/_langevin.py | test_langevin.py
-= rejected steps advance the schedule count | nonfinite_inputs
-- num_steps=_tree.count(state.num_steps, ~reject)
-+ num_steps=_tree.count(state.num_steps)
-# samplers/cyclical_sgld.py | test_langevin.py
-= cycle length rounded down instead of up | cyclical_sgld
-- cycle_length = -(-total_steps // num_cycles)
-+ cycle_length = total_steps // num_cycles
 # samplers/_microcanonical.py | test_contract.py
 = schedule counts calls instead of steps | given_step_size
 - _tree.count(state.num_steps, end.opens_step)
 + _tree.count(state.num_steps)
-# stages/integrator.py | test_momentum.py
-= step size changes in the middle of a step | keeps_its_length
-- step_length = jnp.where(begins, step_length, state.step_length)
-+ 
-# stages/integrator.py | test_momentum.py
-= missing half in the kinetic energy of a long kick | ten_million
-- jnp.log((1 - cosine) / 2) - delta
-+ jnp.log(1 - cosine) - delta
-# stages/evidence.py | test_tuner.py
-= uphill gradients are discounted like downhill ones | says_of_the_turns
-- 1 - jnp.maximum(cosine, 0) ** 2, SMALLEST_SHARE
-+ 1 - cosine**2, SMALLEST_SHARE
-# stages/scale.py | test_preconditioner.py
-= isotropic part added without taking it from the measured one | scale_is_that_of_the_formula
-- (1 - isotropic_weight) / jnp.where(noisy, mean, 1)
-+ 1 / jnp.where(noisy, mean, 1)
-# stages/rejection.py | test_guardrail.py
-= run of good calls is not reset by a bad one | after_non_finite_calls
-- finite_run = jnp.where(is_finite, optax.safe_increment(state.finite_run), 0)
-+ finite_run = jnp.where(is_finite, optax.safe_increment(state.finite_run), state.finite_run)
-# potential.py | test_local.py
-= temperature missing in the prior's part of the expected excess loss | bound_is_exact
-- prior = potential.prior_precision / potential.temperature * num_parameters / curvature
-+ prior = potential.prior_precision * num_parameters / curvature
 # state.py | test_bad_input.py
 = masked transformation after the sampler is not refused | messages
 - chain[place : place + 1]
 + chain[place:]
-# _tree.py | test_momentum.py
-= stride of the third axis forgets the second | random_signs
-- stride *= leaf.shape[axis]
-+ stride = leaf.shape[axis]
 # _check.py | test_bad_input.py
 = finite and positive are judged in float64 though JAX has float32 | refuse and samplers
 - self.dtype or jax.dtypes.canonicalize_dtype(np.float64)
 + self.dtype or np.float64
-# chains/_chains.py | test_sampling.py
-= key of a stochastic loss never moves on | random_loss
--             key=key,
--             loss=jnp.where(now.accepted
-+             key=chain.key,
-+             loss=jnp.where(now.accepted
-# chains/warmstart.py | test_warmstart.py
-= a member that has stopped early may get better again | stays_done
-- better = (value < member.best_loss) & (member.stale < patience) | keeps_last
-+ better = (value < member.best_loss) | keeps_last
-# chains/_directory.py | test_resume.py
-= checkpoint does not wait for the draws before it | checkpoint_waits
--         self.files.flush()
--         if wide :=
-+         if wide :=
-# draws/predict.py | test_predict.py
-= total variance takes the unbiased spread of the means | gaussian
-- variance = self.variance + self.spread / self.count
-+ variance = self.variance + self.spread / jnp.maximum(self.count - 1, 1)
 # draws/snapshots.py | test_snapshots.py
 = thinned keeps the cached trace of all draws | disk_and_memory
 -         vars(thinned).pop("trace", None)
@@ -482,22 +474,6 @@ DEFECTS = r"""
 = trend compares with the first tenth | figures_of_a_trace
 - second = sizes[:, tenth : 2 * tenth] if
 + second = sizes[:, :tenth] if
-# diagnostics/summarize.py | test_diagnostics.py
-= copies of chains count in the Monte Carlo error | copies_count_once
-- statistics.mcse_lppd(density[own])
-+ statistics.mcse_lppd(density)
-# metrics.py | test_metrics.py
-= bins of equal width hold their lower edge | ece_by_hand
-- np.ceil(confidence * num_bins).astype(int) - 1
-+ np.floor(confidence * num_bins).astype(int)
-# parallel.py | test_sampling.py
-= key is ignored for a single chain | single_chain
-- if key is None and chains == 1:
-+ if chains == 1:
-# interop/estimators.py | test_estimators.py
-= num_data counts the rows without the held-out ones | units_of_features
-- "num_data": len(data[0])
-+ "num_data": len(x)
 """
 
 

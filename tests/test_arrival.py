@@ -78,6 +78,7 @@ def test_chains_from_zeros_arrive(told):
     assert np.abs((draws[:, 300] - MEAN) / DEVIATION).max(axis=1).min() > 10
 
 
+@pytest.mark.nightly
 def test_a_chain_that_has_arrived_is_silent():
     """Of 100 chains from exact draws; a false alarm in less than one in a hundred at any call."""
     curvature = jnp.geomspace(0.2, 3.1, 6)
@@ -126,6 +127,7 @@ def test_gradients_of_zero_do_not_throw_the_chain_out(told):
         assert_like_undisturbed(told, tiny, 250, 200)
 
 
+@pytest.mark.nightly
 def test_a_flat_likelihood_is_sampled_all_the_same():
     """After some patience the gradients of the prior count, so that a chain can sample it."""
     tx, key = optax_smile.smile(num_data=10, prior_precision=4.0, key=0), jax.random.key(0)

@@ -35,9 +35,6 @@ def sample(tx, **given):
 DECAY = optax.add_decayed_weights(1e-4)
 WRONG = {
     "scale(-1e-3)": (optax.scale(-1e-3), "multiplied by -0.001"),
-    "scale(0.5)": (optax.scale(0.5), "multiplied by 0.5"),
-    "scale(2)": (optax.scale(2.0), "multiplied by 2"),
-    "learning rate": (optax.scale_by_learning_rate(1e-2), "multiplied by -0.01"),
     "schedule": (
         optax.scale_by_schedule(optax.cosine_decay_schedule(0.5, 200)),
         "multiplied by 0.[45]",
@@ -46,19 +43,9 @@ WRONG = {
         optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, 20)),
         "multiplied by numbers",
     ),
-    "weight decay": (optax.add_decayed_weights(0.1), "with another direction"),
     "little weight decay": (optax.add_decayed_weights(1e-4), "with another direction"),
     "adam": (optax.scale_by_adam(), "with another direction"),
-    "rms": (optax.scale_by_rms(), "with another direction"),
-    "sign": (optax.scale_by_sign(), "with another direction"),
-    "momentum": (optax.trace(0.9), "with another direction"),
-    "average": (optax.ema(0.9), "with another direction"),
-    "clip of entries": (optax.clip(0.03), "with another direction"),
     "normalized": (optax.normalize_by_update_norm(), "multiplied by"),
-    "clip by block": (optax.clip_by_block_rms(0.05), "with another direction"),
-    "adaptive clip": (optax.adaptive_grad_clip(0.05), "with another direction"),
-    "noise": (optax.add_noise(0.1, 0.5, 0), "with another direction"),
-    "every other": (optax.apply_every(2), "with another direction"),
     "clip and decay": (
         optax.chain(optax.clip_by_global_norm(1.0), DECAY),
         "with another direction",
@@ -85,25 +72,16 @@ def test_what_changes_the_gradients_is_refused(name):
 
 
 FROZEN = optax.partition({"on": SAMPLER, "off": optax.set_to_zero()}, {"w": "on", "b": "off"})
-INJECTED = optax.inject_hyperparams(optax_smile.sgld, static_args=("key",))
 CLIP = optax.clip_by_global_norm
 RIGHT = {
-    "alone": SAMPLER,
-    "identity": optax.chain(optax.identity(), SAMPLER),
-    "wide clip": optax.chain(CLIP(1e3), SAMPLER),
-    "named": optax.named_chain(("clip", CLIP(1e3)), ("sampler", SAMPLER)),
-    "zero_nans": optax.chain(optax.zero_nans(), SAMPLER),
     "accumulated": optax.MultiSteps(SAMPLER, 4),
-    "apply_if_finite": optax.apply_if_finite(SAMPLER, 5),
-    "injected": INJECTED(1e-5, num_data=NUM_DATA, key=0),
     "frozen leaf": FROZEN,
-    "another prior": optax_smile.psmile(
-        num_data=NUM_DATA, prior_precision=0, log_prior=lambda w: -jnp.abs(w["w"]).sum(), key=0
+    "another prior": optax_smile.sgld(
+        1e-5, num_data=NUM_DATA, prior_precision=0, log_prior=lambda w: -w["w"].sum(), key=0
     ),
     "two gradients": optax_smile.smile(
         1e-2, num_data=NUM_DATA, integrator="minimal_norm", decoherence_length=None
     ),
-    "psmile": optax.chain(CLIP(1e3), optax_smile.psmile(num_data=NUM_DATA, key=0)),
 }
 
 

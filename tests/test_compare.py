@@ -1,79 +1,16 @@
-"""`examples/compare.py`: its sentences from given figures, its rivals against closed forms."""
+"""Rivals and scores of `examples/compare.py` against closed forms, and a run of all methods."""
 
 import math
 import types
 from typing import Any
 
 import compare
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import verdict
 from methods import METHODS
-from rivals import dropout_draws, last_layer_laplace, masked, noisy_ivon
-
-
-def results(**lppd: list[float]) -> list[dict[str, dict[str, Any]]]:
-    """As `compare` gives them; forward passes grow with the place of a method."""
-    names = [name.replace("_", " ") for name in lppd]
-    return [
-        {
-            name: {"lppd": value, "passes": 10**place, "seconds": 20.0, "setting": "rate 1"}
-            for place, (name, value) in enumerate(zip(names, values, strict=True))
-        }
-        for values in zip(*lppd.values(), strict=True)
-    ]
-
-
-def test_the_sentences_rank_by_lppd_and_pair_by_seed():
-    """Differences of 0.2, 0.3, 0.4: 0.3 ± 0.1 / sqrt(3), more than two errors."""
-    found = results(single=[-1.3, -2.4, -3.5], SWAG=[-math.inf, 0, 0], psmile=[-1.1, -2.1, -3.1])
-    assert verdict.sentences(found) == [
-        "Use psmile: its test LPPD of -2.100 ± 0.577 nats is the highest of 2 methods.",
-        "Next is single, 0.300 ± 0.058 nats below, more than 2 standard errors.",
-        "psmile costs 20 s of training and 100 forward passes per prediction; no method with fewer "
-        "passes is within 2 standard errors of it.",
-    ]
-
-
-def test_the_sentences_say_where_psmile_is_not_the_best():
-    """0.1 ± 0.1 is no difference, 1.0 ± 0.0 is one; `select` is not ranked."""
-    found = results(
-        single=[-1.0, -2.0, -3.3],
-        psmile=[-2.0, -3.0, -4.0],
-        best=[-1.0, -2.0, -3.0],
-        select=[9] * 3,
-    )
-    assert verdict.sentences(found)[1:] == [
-        "Next is single, 0.100 ± 0.100 nats below, within 2 standard errors, so 3 seeds do not "
-        "separate the two; psmile is not the best here: 1.000 ± 0.000 nats below, more than 2 "
-        "standard errors.",
-        "best costs 20 s of training and 100 forward passes per prediction; single, with 1 forward "
-        "pass, is within 2 standard errors of it.",
-    ]
-    second = verdict.sentences(results(psmile=[-2.0], best=[-1.0]))[1]
-    assert second == (
-        "Next is psmile, 1.000 nats below, and one seed has no error bar to judge that by; "
-        "psmile is not the best here."
-    )
-
-
-def test_sentences_need_two_methods():
-    with pytest.raises(ValueError, match="two methods with a finite LPPD, got \\['single'\\]"):
-        verdict.sentences(results(single=[-1.0], psmile=[-math.inf]))
-
-
-def test_the_table_says_why_a_method_did_not_run():
-    found = results(single=[-1.0, -3.0], psmile=[-math.inf, 0])
-    found = [{**one, "MC dropout": {"why": "needs `apply_dropout`"}} for one in found]
-    header, rows = verdict.cells(found)
-    assert header == ["method", "chosen setting", "LPPD", "training, s", "forward passes"]
-    assert rows == [
-        ["single", "rate 1", "-2.000 ± 1.000", "20", "1"],
-        ["psmile", "rate 1", "lost", "20", "10"],
-        ["MC dropout", "needs `apply_dropout`", "", "", ""],
-    ]
+from rivals import ivon_optimizer, last_layer_laplace
 
 
 def test_last_layer_laplace_of_linear_regression():
@@ -97,47 +34,34 @@ def test_last_layer_laplace_of_linear_regression():
         last_layer_laplace(apply, params, [], "gaussian", "first")
 
 
-def test_last_layer_laplace_of_softmax_regression():
-    """Draws have the precision J^T (diag p - p p^T) J + delta I; with a large delta, that of it."""
-    x = np.random.default_rng(0).normal(size=(30, 2)).astype(np.float32)
-    kernel = np.array([[0.5, -1.0, 0.2], [0.1, 0.4, -0.3]], np.float32)
-
-    def apply(params, x):
-        return x @ params["last"]
-
-    p = np.asarray(jax.nn.softmax(x @ kernel))
-    blocks = [
-        np.kron(np.outer(a, a), np.diag(q) - np.outer(q, q)) for a, q in zip(x, p, strict=True)
-    ]
-    exact = np.linalg.inv(np.sum(blocks, axis=0) + np.eye(6))
-    params = {"last": jnp.asarray(kernel)[None]}
-    made = last_layer_laplace(apply, params, [(x, None)], "categorical", "last")
-    covariance = np.cov(made(1.0, 20_000, 0).params["last"][0].reshape(-1, 6).T)
-    scale = np.sqrt(np.outer(np.diag(exact), np.diag(exact)))
-    np.testing.assert_array_less(np.abs(covariance - exact) / scale, 0.045)
-
-
-def test_iterates_of_ivon_are_draws_of_its_gaussian():
-    """With a rate of zero: mean where it began, variance 1 / (N (h + delta)), 4.5 errors."""
-    number, h, delta, num_data = 20_000, 2.0, 0.5, 10
-    options = {"momentum_decay": 0.9, "hessian_decay": 1.0, "hess_init": h, "weight_decay": delta}
-    tx = noisy_ivon(0.0, num_data=num_data, key=0, **options)
-    params = jnp.full((number,), 3.0)
-    moved: Any = tx.update(jnp.ones(number), tx.init(params), params)
-    updates, state = moved
-    draws = np.asarray(params + updates)
-    variance = 1 / (num_data * (h + delta))
-    assert abs(draws.mean() - 3) < 4.5 * np.sqrt(variance / number)
-    assert abs(draws.var() / variance - 1) < 4.5 * np.sqrt(2 / number)
-    np.testing.assert_array_equal(state.mean, params)
-
-
-def test_each_draw_has_a_dropout_mask_of_its_own():
-    draws = dropout_draws({"w": np.zeros((2, 1), np.float32)}, 3)
-    apply = masked(lambda params, x, key: x * jax.random.bernoulli(key, 0.5, x.shape))
-    assert len(draws) == 6
-    seen = {tuple(np.asarray(apply(draw, np.ones(64, np.float32)))) for draw in draws}
-    assert len(seen) == 6
+def test_ivon_steps_are_those_of_the_paper():
+    """Algorithm 1 in NumPy and float64, three steps with given gradients."""
+    generator = np.random.default_rng(1)
+    lam, delta, b1, b2, h0, rate = 20.0, 0.1, 0.9, 0.8, 0.5, (0.3, 0.2, 0.1)
+    # Some estimates of the Hessian are so negative that they alone would make the variance so.
+    gradients, shifts = generator.normal(size=(2, 3, 50)) * np.reshape([5, 0.5], (2, 1, 1))
+    start = generator.normal(size=50)
+    numbers: Any = {"momentum_decay": b1, "hessian_decay": b2, "hess_init": h0}
+    numbers |= {"weight_decay": delta, "num_data": lam}
+    optimizer: Any = ivon_optimizer(lambda t: jnp.asarray(rate)[t], **numbers)
+    params = jnp.asarray(start, jnp.float32)
+    state, lowest = optimizer.init(params), np.inf
+    m, g, h = start, np.zeros(50), np.full(50, h0)
+    for t in (1, 2, 3):
+        theta, gradient = m + shifts[t - 1], gradients[t - 1]
+        sigma2 = 1 / (lam * (h + delta))
+        estimate = gradient * (theta - m) / sigma2
+        lowest = min(lowest, np.min(b2 * h + (1 - b2) * estimate + delta))
+        g = b1 * g + (1 - b1) * gradient
+        h = b2 * h + (1 - b2) * estimate + 0.5 * (1 - b2) ** 2 * (h - estimate) ** 2 / (h + delta)
+        m = m - rate[t - 1] * (h0 + delta) * (g / (1 - b1**t) + delta * m) / (h + delta)
+        point, slope = jnp.float32(theta), jnp.float32(gradient)
+        moves, state = optimizer.update(slope, state, params, point=point)
+        params = params + moves
+        np.testing.assert_allclose(state.hessian, h, rtol=2e-3)
+        np.testing.assert_allclose(state.momentum, g, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(params, m, rtol=1e-3, atol=1e-4)
+    assert lowest < 0 < np.min(h) + delta
 
 
 def test_scores_of_classes_and_of_numbers():
@@ -154,11 +78,6 @@ def test_scores_of_classes_and_of_numbers():
     test = made(mean=np.zeros(2), total=np.ones(2), log_density=np.zeros(2))
     found = compare.scores("gaussian", None, test, None, np.array([1.0, 2.0]))
     assert found == {"lppd": 0, "coverage": 0.5, "rmse": pytest.approx(np.sqrt(2.5))}
-
-
-def test_a_method_says_what_it_needs():
-    run: Any = types.SimpleNamespace(problem=types.SimpleNamespace(last_layer=None))
-    assert compare.row_of(run, "last-layer Laplace") == {"why": "needs `last_layer`"}
 
 
 @pytest.mark.nightly

@@ -51,40 +51,15 @@ def train_state_loop(tx):
     return loss, start, state.params, state.opt_state, loss_fn
 
 
-def equinox_loop(tx):
-    model = eqx.nn.MLP(10, "scalar", 8, 1, jnp.tanh, key=jax.random.key(0))
-    start = eqx.filter(model, eqx.is_inexact_array)
-
-    def loss_fn(model, inputs, targets):
-        return loss_of(jax.vmap(model)(inputs), targets)
-
-    @eqx.filter_jit
-    def step(model, state, inputs, targets):
-        loss, grads = eqx.filter_value_and_grad(loss_fn)(model, inputs, targets)
-        params = eqx.filter(model, eqx.is_inexact_array)
-        updates, state = tx.update(grads, state, params, value=loss)
-        return eqx.apply_updates(model, updates), state, loss
-
-    loss, model, state = train(step, model, tx.init(start))
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    assert optax_smile.last_accepted(state, model).activation is model.activation
-
-    def loss_at(params, inputs, targets):
-        return loss_fn(eqx.combine(params, static), inputs, targets)
-
-    return loss, start, params, state, loss_at
-
-
-@pytest.mark.parametrize("loop", [train_state_loop, equinox_loop])
-def test_one_line_swap(loop):
+def test_one_line_swap():
     tx = optax_smile.psmile(0.5, num_data=100, key=0)
-    loss, start, params, state, loss_at = loop(tx)
+    loss, start, params, state, loss_at = train_state_loop(tx)
     chex.assert_tree_all_finite(params)
     moved = jax.tree.map(lambda x, y: bool(jnp.all(x != y)), start, params)
     assert all(jax.tree.leaves(moved))
     stats = optax_smile.stats(state)
     assert stats.num_gradients == STEPS
-    assert stats.energy_level == (loop is not train_state_loop)
+    assert stats.energy_level == 0
     assert stats.num_nonfinite == 0 and stats.accepted
     last = optax_smile.last_accepted(state, params)
     assert jax.tree.structure(last) == jax.tree.structure(params)
@@ -161,7 +136,7 @@ def round_trips(state, folder):
 
 
 def test_a_state_of_arrays_survives_any_library(tmp_path):
-    tx = optax_smile.psmile(0.01, num_data=50, key=RBG)
+    tx = optax_smile.sghmc(0.01, num_data=50, key=RBG)
     params = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
     update = jax.jit(tx.update)
     _, state = update(params, tx.init(params), params)

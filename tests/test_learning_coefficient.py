@@ -11,7 +11,7 @@ import pytest
 OPTIMIZED = False
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("power, expected", [(2, 30), (4, 15)])
 def test_sum_of_powers(power, expected):
     """d / power, by the balance exactly. The loss alone is not corrected."""

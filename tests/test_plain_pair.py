@@ -5,6 +5,7 @@ import dataclasses
 import warnings
 from typing import Any
 
+import chex
 import cloudpickle
 import equinox as eqx
 import equinox.internal
@@ -24,18 +25,12 @@ Y = X @ np.ones(3, np.float32)
 SMALL: dict[str, Any] = {"num_data": 40, "key": 0}
 
 
-def built(name):
-    function = SAMPLERS[name]
-    return function(**valid_arguments(function, key=jax.random.key(1)))
-
-
 TRANSFORMATIONS: dict[str, Any] = {
-    **{name: lambda name=name: built(name) for name in SAMPLERS},
     "published.psmile": lambda: optax_smile.published.psmile(1e-3, num_data=40),
-    "recorded": lambda: optax_smile.recorded(optax_smile.psmile(**SMALL), num_warmup=1),
+    "sghmc": lambda: optax_smile.sghmc(lambda count: 0.1, **SMALL),
+    "recorded": lambda: optax_smile.recorded(optax_smile.sgld(1e-3, **SMALL), num_warmup=1),
     "scale_by_gradient_noise": optax_smile.scale_by_gradient_noise,
-    "schedule": lambda: optax_smile.smile(lambda count: 0.1, **SMALL),
-    "chain": lambda: optax.chain(optax.clip_by_global_norm(1e9), optax_smile.psmile(**SMALL)),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1e9), optax_smile.sgld(1e-3, **SMALL)),
 }
 
 
@@ -49,12 +44,9 @@ def moved(tx):
     return updates["w"]
 
 
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-@pytest.mark.filterwarnings("ignore:.*got no loss")
-def test_it_survives_what_rebuilds_it(name):
-    tx = TRANSFORMATIONS[name]()
+def copies_of(tx):
     leaves, structure = jax.tree.flatten(tx)
-    copies = {
+    return {
         "tree": jax.tree.unflatten(structure, leaves),
         "map": jax.tree.map(lambda x: x, tx),
         "copy": copy.copy(tx),
@@ -62,7 +54,21 @@ def test_it_survives_what_rebuilds_it(name):
         "asdict": dataclasses.asdict(Config(tx))["tx"],
         "pickle": cloudpickle.loads(cloudpickle.dumps(tx)),
     }
-    expected, settings = moved(tx), _settings.of(tx, PARAMS)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_copy_has_the_settings_of_the_sampler(name):
+    tx = SAMPLERS[name](**valid_arguments(SAMPLERS[name], key=jax.random.key(1)))
+    for way, made in copies_of(tx).items():
+        assert _settings.of(made, PARAMS) == _settings.of(tx, PARAMS), way
+        chex.assert_trees_all_equal(made.init(PARAMS), tx.init(PARAMS))
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.filterwarnings("ignore:.*got no loss")
+def test_it_survives_what_rebuilds_it(name):
+    tx = TRANSFORMATIONS[name]()
+    copies, expected, settings = copies_of(tx), moved(tx), _settings.of(tx, PARAMS)
     for way, made in copies.items():
         np.testing.assert_array_equal(moved(made), expected, err_msg=way)
         assert type(made) is type(tx) and _settings.of(made, PARAMS) == settings, way
@@ -85,7 +91,7 @@ def test_it_survives_what_rebuilds_it(name):
 
 
 def test_copies_of_a_recorded_sampler_have_its_draws():
-    tx = optax_smile.recorded(optax_smile.psmile(**SMALL), num_warmup=1)
+    tx = TRANSFORMATIONS["recorded"]()
     made = jax.tree.map(lambda x: x, tx)
     state, params = made.init(PARAMS), PARAMS
     for _ in range(4):
@@ -96,42 +102,24 @@ def test_copies_of_a_recorded_sampler_have_its_draws():
         assert copy.deepcopy(tx).draws().num_draws == made.draws().num_draws > 0
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32, np.int64(2**32), np.int32(-1), 2**70])
-def test_a_seed_that_does_not_fit_is_refused(seed):
-    for call in (
-        lambda: optax_smile.psmile(num_data=40, key=seed),
-        lambda: optax_smile.sgld(0.1, num_data=40, key=seed),
-        lambda: optax_smile.chains_from_weights([PARAMS], num_chains=2, key=seed),
-    ):
-        with pytest.raises(ValueError, match=r"key=...\)` must be .* from 0 to 2\*\*32 - 1"):
-            call()
-
-
-def test_seeds_that_fit_are_those_of_jax():
+def test_seeds_are_those_of_jax_and_others_are_refused():
     seeds: Any = 0, 2**31, 2**32 - 1, np.uint32(7)
     for seed in seeds:
         state: Any = optax_smile.psmile(num_data=40, key=seed).init(PARAMS)
         np.testing.assert_array_equal(state.key, jax.random.key_data(jax.random.key(seed)))
-
-
-@pytest.mark.parametrize("mine", ["sgld", "sghmc", "cyclical_sgld"])
-@pytest.mark.parametrize("other", ["sgld", "sghmc", "cyclical_sgld"])
-def test_a_state_of_another_sampler_is_refused(mine, other):
-    tx, state = built(mine), built(other).init(PARAMS)
-    if mine == other:
-        tx.update(PARAMS, state, PARAMS)
-        return
-    with pytest.raises(ValueError, match=rf"`{mine}.update\(state=...\)` must be what `init`"):
-        tx.update(PARAMS, state, PARAMS)
+    wrong: Any = -1, 2**32, np.int64(2**32), np.int32(-1), 2**70
+    for seed in wrong:
+        with pytest.raises(ValueError, match=r"key=...\)` must be .* from 0 to 2\*\*32 - 1"):
+            optax_smile.psmile(num_data=40, key=seed)
 
 
 def test_an_eager_update_and_stats_do_not_wait_for_the_device():
-    tx, params = optax_smile.psmile(track_params=True, **SMALL), PARAMS
+    tx, params = optax_smile.sgld(1e-3, track_params=True, **SMALL), PARAMS
     state = tx.init(params)
     states = jax.tree.map(lambda x: jnp.stack([x, x]), state)
 
     @jax.jit
-    def slow(x, number=300):
+    def slow(x, number=150):
         """Some seconds, for this number of products."""
         matrix = jax.lax.fori_loop(0, number, lambda _, a: a @ a / 800, jnp.ones((800, 800)))
         return x * matrix[0, 0].astype(x.dtype)
@@ -164,37 +152,29 @@ def outputs(params, x):
 
 
 @pytest.mark.parametrize(
-    "flag, value",
+    "flags",
     [
-        ("jax_debug_nans", True),
-        ("jax_debug_infs", True),
-        ("jax_disable_jit", True),
-        ("jax_numpy_dtype_promotion", "strict"),
+        {"jax_debug_nans": True, "jax_debug_infs": True},
+        {"jax_disable_jit": True, "jax_numpy_dtype_promotion": "strict"},
     ],
 )
-def test_flags_of_jax_are_for_the_users_code(flag, value):
+def test_flags_of_jax_are_for_the_users_code(flags):
     start = {"w": jnp.stack([PARAMS["w"], 2 * PARAMS["w"]])}
-
-    def run():
-        draws = optax_smile.sample(
-            loss, start, [(X, Y)], optax_smile.psmile(**SMALL), num_warmup=1, num_draws=2, key=0,
-            progress=False,
-        )  # fmt: skip
+    given: Any = {"num_warmup": 1, "num_draws": 2, "key": 0, "progress": False}
+    tx = optax_smile.sgld(1e-3, **SMALL)
+    before = {flag: getattr(jax.config, flag) for flag in flags}
+    for flag, value in flags.items():
+        jax.config.update(flag, value)
+    try:
+        draws = optax_smile.sample(loss, start, [(X, Y)], optax_smile.psmile(**SMALL), **given)
         found = optax_smile.predict(outputs, draws, X, likelihood="gaussian", targets=Y, per="draw")
-        str(optax_smile.diagnostics.summary(draws, found))
-        tx = optax_smile.sgld(1e-3, **SMALL)
+        assert str(optax_smile.diagnostics.summary(draws, found))
         _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
         optax_smile.last_accepted(state, PARAMS)
-        str(optax_smile.stats(state))
-        return draws.params["w"]
-
-    expected, before = run(), getattr(jax.config, flag)
-    jax.config.update(flag, value)
-    try:
-        found = run()
+        assert np.all(np.isfinite(draws.params["w"])) and str(optax_smile.stats(state))
     finally:
-        jax.config.update(flag, before)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+        for flag, value in before.items():
+            jax.config.update(flag, value)
 
 
 def test_any_zero_is_a_precision_of_zero():

@@ -1,7 +1,6 @@
 """What comes after the sampler: by the structure of a state, and by where parameters arrive."""
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -123,80 +122,3 @@ def test_a_leaf_is_read_on_a_grid(shape):
         assert len(np.unique(places)) >= min(shape[axis], 3)
     # And every leaf.
     assert len(probe.entries([jnp.zeros(shape)] * 30)) == 30
-
-
-SMILE = optax_smile.smile(0.3, num_data=100, tuner=None, decoherence_length=None)
-
-
-@functools.cache
-def program(tx):
-    """`num_altered` after a loop with a projection, or an average with the start."""
-
-    def step(floor, share, carry, factor):
-        params, state = carry
-        grads = jax.tree.map(lambda x: factor * (x + 0.1), params)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        params = jax.tree.map(lambda x: jnp.maximum(x, floor), params)
-        return (jax.tree.map(lambda x, y: x + share * (y - x), params, START), state), None
-
-    def run(floor, share, factors):
-        one = functools.partial(step, floor, share)
-        (_, state), _ = jax.lax.scan(one, (START, tx.init(START)), factors)
-        return optax_smile.stats(state).num_altered
-
-    return jax.jit(run)
-
-
-def altered(tx, lost_at=(), floor=-np.inf, share=0.0):
-    return program(tx)(floor, share, jnp.ones(18).at[jnp.array(lost_at, int)].set(jnp.nan))
-
-
-def test_projections_are_counted_and_undone_steps_are_not():
-    """Wrappers that leave the steps alone: see also `test_wrappers_change_nothing`."""
-    for tx in (SMILE, optax.apply_if_finite(optax.flatten(SMILE), 5)):
-        assert altered(tx, lost_at=(3, 4, 11)) == 0
-    assert altered(SMILE, floor=0.97) > 0
-    assert altered(SMILE, share=0.1) > 10
-    # In a `named_chain` the order is lost, so that only the parameters can tell.
-    assert altered(optax.named_chain(("sampler", SMILE), ("rate", optax.scale(0.5)))) > 10
-
-
-IS_MASKED = {"matrix": True, "offset": True, "scalar": False}
-LATE = {
-    "scale": (SMILE, optax.scale(-1.0)),
-    "count": (SMILE, optax.scale_by_schedule(lambda count: 0.5)),
-    "masked": (optax.masked(SMILE, IS_MASKED), optax.clip(1.0)),
-}
-
-
-@pytest.mark.parametrize("name", LATE)
-def test_a_chain_that_goes_on_after_the_sampler_is_refused(name):
-    tx = optax.chain(optax.clip(1.0), *LATE[name])
-    state, start = tx.init(START), jax.tree.map(lambda x: x[None], START)
-    counts: Any = {"num_warmup": 1, "num_draws": 1, "key": 0}
-    sample: Any = functools.partial(optax_smile.sample, lambda params, batch: params["scalar"])
-    for function, argument, *given in (
-        (optax_smile.stats, "stats(state", state),
-        (optax_smile.last_accepted, "last_accepted(state", state, START),
-        (functools.partial(sample, **counts), "sample(sampler", start, [0], tx),
-    ):
-        kind = "an `optax.chain`" if "sampler" in argument else "the state of an `optax.chain`"
-        rule = re.escape(f"`{argument}=...)` must be {kind} that ends with the sampler")
-        with pytest.raises(ValueError, match=rule):
-            function(*given)
-    # A tuple of a loop's own is no chain.
-    assert optax_smile.stats((SMILE.init(START), jnp.zeros(3), {"ema": START})).num_altered == 0
-
-
-@pytest.mark.parametrize("given", [{}, {"value": np.float32(1)}], ids=["no value", "value"])
-def test_a_state_is_finite(given):
-    """Brax adds up the whole state to compare its replicas; `stats` has NaN where none is known."""
-    for tx in (SMILE, SAMPLERS["sghmc"]()):
-        params, state = START, tx.init(START)
-        for _ in range(3):
-            updates, state = jax.jit(tx.update)(params, state, params, **given)
-            params: Any = optax.apply_updates(params, updates)
-            assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state))
-        has_energy = np.isfinite(optax_smile.stats(state).energy_change)
-        assert has_energy == (tx is SMILE and bool(given))

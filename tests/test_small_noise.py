@@ -44,7 +44,7 @@ def relative_variances(sampler, spread):
     return mean_squares(sampler, jnp.zeros(6), gradient) / np.diag(np.linalg.inv(precision))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SPREADS)
 def test_variances(name):
     """The variance about a moving mean gave 2 to 4 times too much with noise up to .5.

@@ -20,8 +20,6 @@ from test_momentum import plain
 
 import optax_smile
 
-pytestmark = pytest.mark.slow
-
 LIMIT = 4.5
 DIM = 4
 EYE = np.eye(DIM)
@@ -208,10 +206,10 @@ def build(name, step_size, **options) -> Any:
     return fn(step_size, key=jax.random.key(0), **POSTERIOR, **options)
 
 
-# MCLMC, which cannot do without explicit noise, is made for full batches. Formulas of the others
-# show as well without noise of the batches, which is what matters for SMILE.
+# MCLMC, which cannot do without explicit noise, is made for full batches.
+SLOW = [("psmile", "isotropic noise"), ("sghmc", "full batch")]
 CASES = [
-    pytest.param(name, x, marks=[pytest.mark.nightly] * ((x == "full batch") == ("smile" in name)))
+    pytest.param(name, x, marks=pytest.mark.slow if (name, x) in SLOW else pytest.mark.nightly)
     for name, x in itertools.product(SAMPLERS, NOISES)
     if (name, x) != ("mclmc", "isotropic noise")
 ]
@@ -233,6 +231,7 @@ def test_moments(name, label):
     assert_moments(sample(build(name, STEP_SIZES[label], **options), noise, **run), COVARIANCE)
 
 
+@pytest.mark.nightly
 def test_moments_with_a_step_size_of_its_own():
     """The tuner goes on for ever; at the default angle chains would be three times as long."""
     sampler = build("psmile", None, tuner=optax_smile.angle_tuner(0.1))
@@ -278,6 +277,7 @@ def on_the_circle(deviations, power):
     return moments @ weight / sum(weight)
 
 
+@pytest.mark.nightly
 def test_anisotropic_noise_on_the_circle():
     """A kick is the flow of its gradient: with u = (cos phi, sin phi) noise turns the angle by
 

@@ -72,18 +72,7 @@ def test_false_stops_of_dependent_chains():
     assert share_stopped(simulate(EXAMPLES, GAIN + 0.05, 50)) > 0.9
 
 
-def test_e_values_have_mean_1_at_the_boundary():
-    """At every look, within 4.5 standard errors: 1 false alarm in 8,000 for 16 looks.
-
-    With 30 examples, so that the mean does not rest on a few runs.
-    """
-    e = np.exp(simulate(30))
-    error = e.std(axis=0) / math.sqrt(RUNS)
-    assert (abs(e.mean(axis=0) - 1) < 4.5 * error).all() and (error < 0.05).all()
-
-
-@pytest.mark.parametrize("tolerance, number", [(0.2, 2), (1e-6, None)])
-def test_a_run_stops_if_more_draws_gain_little(tolerance, number):
+def test_a_run_stops_if_more_draws_gain_little():
     x, y = (np.concatenate(part) for part in zip(*runs.regression(), strict=True))
 
     def density(chains):
@@ -92,6 +81,5 @@ def test_a_run_stops_if_more_draws_gain_little(tolerance, number):
 
     run = optax_smile.Run(runs.mean_loss, runs.start(), runs.regression(), runs.noisy(), key=0)
     run.advance(20)
-    given = {"num_draws": 12, "thin": 2, "every": 2, "tolerance": tolerance}
-    assert sample_until_settled(run, density, **given) == number
-    assert run.num_draws == (number or 12)
+    given = {"num_draws": 12, "thin": 2, "every": 2, "tolerance": 0.2}
+    assert sample_until_settled(run, density, **given) == run.num_draws == 2

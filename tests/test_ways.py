@@ -8,18 +8,7 @@ import pytest
 # The others are nightly.
 SLOW = {
     "own loop: scan, gradients alone",
-    "own loop: minimal norm, shuffled",
-    "sample: shuffled passes, reused buffer",
-    "sample: list of 4",
-    "sample: minimal norm, list of 2",
-    "sample: minimal norm, list of 3",
     "sample: minimal norm, list of 4, resumed",
-    "sample: interrupted and resumed",
-    "sample: MultiSteps, list of 12",
-    "recorded: in a directory",
-    "select",
-    "NumPyro",
-    "BayesianRegressor without hidden layers",
 }
 MARKED = [
     pytest.param(x, marks=getattr(pytest.mark, "slow" if x in SLOW else "nightly"))

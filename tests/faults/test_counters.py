@@ -25,7 +25,7 @@ COUNTS = (0, 2**24 - 1_000, MOST - 1_000)
 OTHERS = ("nonfinite_run", "energy_level", "drift_index", "num_in_window", "window")
 OTHERS += ("num_altered", "num_compared", "state_format")
 ARRIVED, BATCH = 5_000, 20
-NAMES = ("smile", "published.psmile", "psgld", "scale_adapted_sghmc")
+NAMES = ("psmile", "published.psmile", "psgld", "scale_adapted_sghmc")
 
 
 def counters_of(state) -> dict[str, jax.Array]:
@@ -68,7 +68,7 @@ def chains(name: str, num_steps: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["psmile", *(pytest.param(x, marks=pytest.mark.nightly) for x in NAMES)]
+    "name", ["smile", *(pytest.param(x, marks=pytest.mark.nightly) for x in NAMES)]
 )
 def test_counters(name, full, record):
     """10^6 steps with each, in the sample 10^4."""

@@ -60,8 +60,8 @@ MAKE = {
 # steps of their usual length. In the mass of an adaptive one it stays, so that the chain hardly
 # moves: psgld for log(V) / 0.01 gradients, scale_adapted_sghmc for good.
 ADAPTIVE = ("psgld", "scale_adapted_sghmc")
-# The sample has one of each family, and each kind of memory; the rest is nightly.
-SAMPLE = ("psmile", "published.psmile", "psgld", "scale_adapted_sghmc")
+# The others are nightly.
+SAMPLE = ("psmile",)
 # Calls at the end that are compared, and the share of them that a chain at rest accepts.
 LAST, MOST_ACCEPTED = 100, 0.9
 

@@ -56,7 +56,7 @@ def kinds(tree):
     return jax.tree.map(lambda x: (np.shape(x), str(x.dtype)), tree)
 
 
-@pytest.mark.parametrize("name", ["psmile", "sgld", "psgld", "sghmc"])
+@pytest.mark.parametrize("name", ["psgld", pytest.param("psmile", marks=pytest.mark.nightly)])
 def test_a_sampler_keeps_a_tree_or_refuses_it(name, full):
     """And a direction stays one; the same examples in each sample."""
     number, checks = FULL if full else SAMPLE, [*HealthCheck]  # pyright: ignore
