@@ -21,7 +21,19 @@ import numpy as np
 import optax
 import pytest
 import runs
-from runs import CHAINS, DRAWS, assert_same_bits, at, content_of, crash, noisy, run, send, start
+from runs import (
+    CHAINS,
+    DRAWS,
+    assert_same_bits,
+    at,
+    content_of,
+    crash,
+    noisy,
+    run,
+    send,
+    start,
+    stub,
+)
 from safetensors.numpy import load_file
 
 import optax_smile
@@ -109,7 +121,7 @@ CASES: dict[str, Any] = {
         **dict(batch_per="step", steps_per_dispatch=3, stochastic=True, batches=Again()),
     },
     "a generator": lambda: {
-        "sampler": optax.chain(optax.clip_by_global_norm(1.0), noisy()),
+        "sampler": optax.chain(optax.clip_by_global_norm(1.0), stub()),
         **dict(batches=(x for x in runs.own_batches(20)), per_chain=True),
         "check": False,
     },
@@ -289,7 +301,7 @@ def test_checkpoints_of_other_states_are_refused(copied, tmp_path, monkeypatch):
     """Of other arrays, and of another version's states."""
     rule = r"(?s)The checkpoint .*-0000000007\..*is unknown.*sampler has changed"
     with pytest.raises(ValueError, match=rule):
-        run(copied, sampler=optax.chain(optax.trace(0.9), noisy()))
+        run(copied, sampler=optax.chain(optax.trace(0.9), stub()))
     train(tmp_path / "start")
     with pytest.raises(ValueError, match=r"(?s)The checkpoint .* damaged.*sampler has changed"):
         train(tmp_path / "start", optax.sgd(0.1))
@@ -322,8 +334,7 @@ def test_checkpoints_are_due_and_name_parameters_and_fields_of_the_state(half, t
         assert checkpoints.is_due() is is_due
     (file,) = half.glob("checkpoint-0000000007.*")
     shapes = {name.partition("@")[0]: array.shape for name, array in load_file(file).items()}
-    assert shapes["params.w"] == shapes["state.dynamics.momentum.direction.w"] == (CHAINS, 2)
-    assert shapes["state.num_steps"] == shapes["state.guardrail.num_rejected"] == (CHAINS,)
+    assert shapes["params.w"] == (CHAINS, 2) and shapes["state.num_gradients"] == (CHAINS,)
 
 
 def test_a_full_disk_names_the_file_and_room_lets_it_go_on(tmp_path):
