@@ -95,16 +95,20 @@ class StubState(NamedTuple):
         return None
 
 
-def stub(step_size: float = 0.1) -> Any:
+class TwoGradients(StubState):
+    gradients_per_step = 2
+
+
+def stub(step_size: float = 0.1, noise: float = 1.0, kind: Any = StubState) -> Any:
     """Descent with noise: by far the cheapest to compile, where the sampler is not the point."""
 
     def init(params):
-        return StubState(jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.key(0)))
+        return kind(jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.key(0)))
 
     def update(updates, state, params=None, **_):
         count = optax.safe_increment(state.num_gradients)
-        noise = jnp.sin((state.key[-1] % 997).astype(float) + count)
-        updates = jax.tree.map(lambda g: step_size * (noise - g), updates)
+        push = noise * jnp.sin((state.key[-1] % 997).astype(float) + count)
+        updates = jax.tree.map(lambda g: step_size * (push - g), updates)
         return updates, state._replace(num_gradients=count)
 
     return optax.GradientTransformationExtraArgs(init, update)
