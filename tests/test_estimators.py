@@ -1,6 +1,5 @@
 """Estimators of scikit-learn: units, labels, what it wants of parameters, and its own checks."""
 
-import pickle
 import re
 import sys
 from typing import Any
@@ -87,17 +86,6 @@ def test_labels_are_known_by_equality(classifier):
         for labels in written:
             found = fitted.prediction(X[:2], np.ravel(labels)).log_density
             np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.slow
-def test_pickle_and_the_same_seed(classifier):
-    again = pickle.loads(pickle.dumps(classifier))
-    np.testing.assert_array_equal(again.predict_proba(X), classifier.predict_proba(X))
-    same: Any = clone(classifier)
-    same.fit(X, LABELS)
-    np.testing.assert_array_equal(same.predict_proba(X), classifier.predict_proba(X))
-    other = same.set_params(random_state=1).fit(X, LABELS)
-    assert np.abs(other.predict_proba(X) - classifier.predict_proba(X)).max() > 1e-3
 
 
 def test_units_of_features_and_target_do_not_matter():

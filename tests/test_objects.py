@@ -157,18 +157,6 @@ def test_objects_with_arrays_are_compared_and_hashed_by_identity(stored):
         assert len({one, other, one}) == 2 and {one: 1}[one] == 1
 
 
-def test_arrays_that_are_no_draws():
-    rule = r"`Snapshots\(params=...\)` must be .* equal leading axes, none of them empty, got "
-    for params in ({"w": np.ones(3)}, {}, np.ones((0, 4)), {"w": np.ones((2, 3)), "b": PARAMS}):
-        with pytest.raises(ValueError, match=rule):
-            optax_smile.Snapshots(params)
-    rule = r"`Snapshots\(start=...\)` must be of shape \(3, 2\) at .*, as a draw of `params`"
-    with pytest.raises(ValueError, match=rule):
-        optax_smile.Snapshots(PARAMS, start={"<b>": np.ones((CHAINS, 3))})
-    members = optax_smile.Snapshots.from_members({"w": jnp.ones((5, 2))})
-    assert (members.num_chains, members.num_draws, members.start) == (5, 1, None)
-
-
 def large() -> optax_smile.Snapshots:
     """A network of many arrays with long names."""
     kernel = {"kernel": np.ones((8, 50, 9, 9), np.float32)}
@@ -247,14 +235,6 @@ def test_what_the_lines_say(stored):
     single = repr(optax_smile.Snapshots(np.ones((1, 1)), {"step_size": np.ones((1, 1))}))
     assert single.splitlines()[0] == "Snapshots: 1 chain of 1 draw"
     assert "1 number per draw" in single and "at 1 tick" in single
-
-
-def test_what_is_traced_prints():
-    """In an error inside `jit`, or in a debugger there."""
-    shown = []
-    jax.eval_shape(lambda x: shown.append(repr(optax_smile.Prediction(x, x))), jnp.ones(3))
-    told = "Prediction mean a traced float32[3] log_density a traced float32[3]"
-    assert " ".join(shown[0].split()) == told
 
 
 def test_a_summary_in_short_names_what_is_wrong():

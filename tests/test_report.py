@@ -126,21 +126,6 @@ def test_chains_are_judged_by_a_prediction_of_all_draws(run, draws):
         assert f"Judged by {by}" in page_of(run, prediction, LABELS)
 
 
-def test_huge_runs_are_thinned_and_a_plot_that_fails_stops_no_other(run, draws, monkeypatch):
-    drawn = []
-
-    def fail(draws, start, ax):
-        drawn.extend((draws, start))
-        raise ValueError("too <few>")
-
-    monkeypatch.setattr(report.plots, "chain_paths", fail)
-    monkeypatch.setattr(report, "MOST_PARAMETERS", CHAINS * 12 * DRAWS // 3)
-    page = report.write(run).read_text()
-    assert len(captions(page)) == 2 and "No plot: too &lt;few&gt; (In a good run the paths" in page
-    np.testing.assert_array_equal(drawn[0]["w"], draws.params["w"][:, 2::3])
-    np.testing.assert_array_equal(drawn[1]["w"], draws.start["w"])
-
-
 def test_a_damaged_prediction_is_named_and_the_page_before_stays(run, draws, tmp_path):
     path = report.write(run, tmp_path / "new" / "page.html", title="Digits & more")
     page, file = path.read_text(), run / "prediction-test.safetensors"
