@@ -124,7 +124,7 @@ def reference(tmp_path_factory):
     return draws
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_to_one_process_ends_both_in_order(tmp_path, reference):
     """And the two give the draws of one process bit for bit."""
     run = tmp_path / "run"
