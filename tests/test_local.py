@@ -125,6 +125,7 @@ class TestRise:
         np.testing.assert_allclose(draws.trace["start_loss"], 0.3, rtol=1e-5)
         np.testing.assert_allclose(draws.trace["loss"], [[0.3]], rtol=1e-3)
 
+    @pytest.mark.nightly
     def test_of_a_trained_perceptron_nothing_is_told_that_is_not_so(self):
         """Its loss rises by a fraction of a nat, though it has three times as many weights as data.
 

@@ -42,7 +42,10 @@ def random_params(network, x):
     return jax.tree.map(draw, shapes)
 
 
-@pytest.mark.parametrize("kind", NETWORKS)
+LARGE = [pytest.param(x, marks=pytest.mark.nightly) for x in (models.ResNet18, models.ViT)]
+
+
+@pytest.mark.parametrize("kind", [*list(NETWORKS)[:3], *LARGE, models.GPT])
 def test_size_precision_and_each_example_alone(kind):
     """Half precision on float32 parameters; GPT sees no later letter."""
     papers, size, options, shape = NETWORKS[kind]
