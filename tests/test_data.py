@@ -288,26 +288,6 @@ def test_prepared_colour_images(prepared, monkeypatch):
     assert inputs.shape == (300, 32, 32, 3) and (np.bincount(targets) == 3).all()
 
 
-def test_prepared_imagenette_is_squeezed(prepared):
-    """Images of different shapes become squares; the left half stays left."""
-    halves = [np.zeros((20 + i, 30, 3), np.uint8) for i in range(10)]
-    for image in halves:
-        image[:, 15:] = 200, 100, 50
-    parts = {"train": labelled(halves), "validation": labelled(halves[:3])}
-    prepare(prepared, "imagenette/160px-v2", "1.0.0", parts, (None, None, 3))
-    splits = data.imagenette(pixels=12)
-    assert [part[0].shape for part in splits[:3]] == [(n, 12, 12, 3) for n in (9, 1, 3)]
-    assert (splits.test[0][:, :, :3] == 0).all()
-    assert (splits.test[0][:, :, -3:] == (200, 100, 50)).all()
-
-
-def test_the_folder_comes_first_and_lacks_may_be_filled(folder, prepared):
-    prepare(prepared, "mnist", "3.0.1", {"test": labelled(PICTURES[20:])}, (28, 28, 1))
-    assert len(data.mnist_test()[0]) == 20
-    grey_files(folder, "mnist")
-    assert len(data.mnist_test()[0]) == 10
-
-
 NOWHERE = {
     "mnist": "mnist/train-images-idx3-ubyte.gz",
     "mnist_test": "mnist/t10k-images-idx3-ubyte.gz",

@@ -577,23 +577,6 @@ def test_a_state_initialized_again_is_told():
     assert "started again 3 times" in str(found) and "Call `init` once" in str(found)
 
 
-def test_energies_and_rejections_are_shown_where_the_sampler_has_them():
-    untuned = {"name": "psmile", "tuner": None}
-    for settings, shown, rejects in (
-        (untuned | {"reject_quantile": None}, False, False),
-        (None, False, False),
-        (untuned | {"reject_quantile": 0.98}, True, True),
-        (_settings.of(CHOOSERS["quantile_tuner"], jnp.zeros(3)), True, False),
-    ):
-        found = diagnostics.summary(made(settings=settings)[0])
-        assert ("Gamma" in str(found)) == np.isfinite(found.energy_distance).all() == shown
-        assert ("rejections" in str(found)) == rejects
-        some = diagnostics.summary(made(settings=settings, num_rejected=changed([0], LAST, 1))[0])
-        assert "rejections: " in str(some)
-    twice = {"name": "smile", "reject_quantile": 0.98, "integrator": "minimal_norm"}
-    assert diagnostics.summary(made(settings=twice)[0]).nominal_rate == pytest.approx(0.01)
-
-
 def test_runs_of_few_draws_or_chains_and_members_are_summarized(healthy):
     draws, prediction = healthy
     for num_draws in (1, 2, 4, 7, 8):

@@ -177,21 +177,6 @@ def classes():
     return optax_smile.predict(outputs, KEPT, inputs, targets=targets, **given)
 
 
-def sick(num_checks=9) -> diagnostics.Summary:
-    """Chains with more findings than a few lines have room for."""
-    checks = tuple(
-        diagnostics.Check(f"problem {i}", (i,), (2.0,), 1.0, False, "<try> this", "it shows " * 30)
-        for i in range(num_checks)
-    )
-    names = [field.name for field in dataclasses.fields(diagnostics.Summary)]
-    given: dict[str, Any] = dict.fromkeys(names, np.full(9, np.nan))
-    given |= dict.fromkeys(("first_step_size", "last_step_size", "step_size_trend"), np.ones(9))
-    given |= {"rhat_within": np.full((9, 3), 1.234), "rhat_across": np.full(3, 2.5)}
-    given |= {"nominal_rate": np.nan, "num_draws": 50, "of": "predictions"}
-    given |= {"copy_of": np.arange(9), "lppd": -0.5, "mcse": 0.01, "checks": checks}
-    return diagnostics.Summary(**given)
-
-
 OBJECTS = {
     "draws": lambda: KEPT,
     "large": large,
@@ -201,7 +186,6 @@ OBJECTS = {
     "outcome": lambda: classes().each,
     "bare": lambda: optax_smile.Prediction(None, None),
     "summary": lambda: diagnostics.summary(optax_smile.Snapshots(PARAMS)),
-    "sick": sick,
 }
 
 
@@ -236,13 +220,3 @@ def test_what_the_lines_say(stored):
     single = repr(optax_smile.Snapshots(np.ones((1, 1)), {"step_size": np.ones((1, 1))}))
     assert single.splitlines()[0] == "Snapshots: 1 chain of 1 draw"
     assert "1 number per draw" in single and "at 1 tick" in single
-
-
-def test_a_summary_in_short_names_what_is_wrong():
-    text, page = repr(sick()), sick()._repr_html_()
-    assert "Summary: 9 chains of 50 draws" in text and "LPPD" in text and "-0.5" in text
-    assert "median 1.23 within chains, 2.50 across" in text
-    assert "Chain 3: problem 3" in text and "problem 4" not in text
-    assert "for 5 more findings, and advice" in text
-    assert page.count("&lt;try&gt; this") == 9 and page.count("<tr>") == 1 + 9 + 1
-    assert "Nothing looks wrong" in repr(sick(0))

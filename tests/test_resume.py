@@ -146,18 +146,6 @@ def test_batches_with_a_place_are_not_read_again(tmp_path, whole):
     assert again.num_read == runs.STEPS - SECOND
 
 
-def test_grain_goes_on_where_it_was(tmp_path):
-    grain = pytest.importorskip("grain")
-    rows = [row for batch in runs.regression(4) for row in zip(*batch, strict=True)]
-
-    def batches():
-        return grain.MapDataset.source(rows).shuffle(seed=3).batch(20).to_iter_dataset()
-
-    stop_at_second(tmp_path, batches=batches())
-    got, expected = run(tmp_path, batches=batches()), run(batches=batches())
-    np.testing.assert_array_equal(got.params["w"], expected.params["w"])
-
-
 def test_batches_that_ran_out_may_grow(tmp_path):
     """Thirteen batches are six steps of two and a rest, which the next run takes again."""
 
@@ -439,21 +427,6 @@ def test_keys_that_no_file_can_hold_are_refused(tmp_path):
     with pytest.raises(optax_smile.ArgumentError, match=r"`sample\(params=.* Unicode, got .*udcff"):
         run(tmp_path, params=params, check=False)
     assert not any(tmp_path.iterdir())
-
-
-def test_a_directory_that_cannot_be_written_is_named(copied, monkeypatch):
-    opened = os.open
-
-    def refuse(path, flags, *mode):
-        if flags & os.O_RDWR and Path(path).parent == copied:
-            raise PermissionError(13, "Permission denied", path)
-        return opened(path, flags, *mode)
-
-    monkeypatch.setattr(os, "open", refuse)
-    rule = rf"directory=...\)` must be .* written, got {copied} \(Permission denied\)"
-    with pytest.raises(optax_smile.ArgumentError, match=rule):
-        run(copied)
-    assert optax_smile.load_snapshots(copied).num_draws == 2
 
 
 @pytest.mark.slow

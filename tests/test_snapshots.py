@@ -225,13 +225,6 @@ def test_files_of_others_in_a_directory_are_left_alone(runs, tmp_path):
     assert (tmp_path / ".lock-0").read_text() == "my text"
 
 
-def test_a_huge_manifest_is_not_read(runs, tmp_path):
-    directory = shutil.copytree(runs.disk.directory, tmp_path / "run")
-    os.truncate(directory / "manifest.json", 1 << 40)
-    with pytest.raises(ValueError, match=r"`load_snapshots\(directory=...\)` must be .* more than"):
-        optax_smile.load_snapshots(directory)
-
-
 def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
