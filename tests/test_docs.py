@@ -117,7 +117,7 @@ WRONG_WORDS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_wrong_word_is_an_error_of_the_type_checker(tmp_path):
     """In a user's file, which is right as it stands."""
     text = (ROOT / "tests" / "user.py").read_text()

@@ -125,7 +125,7 @@ def test_constant_features_and_targets_have_no_unit():
         np.testing.assert_allclose((mean, std), expected, rtol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_linear_network_finds_the_least_squares_and_the_noise():
     """60 targets: within a few hundredths of the closed form, and the noise within its error."""
     network = {

@@ -117,11 +117,11 @@ CASES: dict[str, Any] = {
     "aux": lambda: {
         "loss": normalised_loss,
         "aux": {"mean": jnp.ones((CHAINS, 2)) * jnp.arange(CHAINS)[:, None]},
-        "sampler": noisy(integrator="minimal_norm"),
+        "sampler": stub(kind=runs.TwoGradients),
         **dict(batch_per="step", steps_per_dispatch=3, stochastic=True, batches=Again()),
     },
     "a generator": lambda: {
-        "sampler": optax.chain(optax.clip_by_global_norm(1.0), stub()),
+        "sampler": optax.chain(optax.clip_by_global_norm(1.0), noisy()),
         **dict(batches=(x for x in runs.own_batches(20)), per_chain=True),
         "check": False,
     },
@@ -150,7 +150,7 @@ def test_batches_that_ran_out_may_grow(tmp_path):
     """Thirteen batches are six steps of two and a rest, which the next run takes again."""
 
     def go(name, count, begin=run):
-        given: dict[str, Any] = {"sampler": noisy(integrator="minimal_norm"), "num_warmup": 1}
+        given: dict[str, Any] = {"sampler": stub(kind=runs.TwoGradients), "num_warmup": 1}
         batches = iter(runs.regression(18)[:count])
         return begin(tmp_path / name, num_draws=2, batches=batches, **given)
 
