@@ -178,28 +178,6 @@ def test_crps_against_its_integral():
     assert metrics.crps(mean, 1e-9, targets) == pytest.approx(distance, abs=1e-8)
 
 
-def test_masked_entries_and_what_numpy_cannot_convert_are_refused():
-    class Tensor:
-        """A tensor that needs gradients."""
-
-        def __array__(self, *_, **__):
-            raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
-
-    mean, targets = np.arange(4.0), np.array([0.0, 1, 1e20, 3])
-    masked = np.ma.masked_array(targets, mask=targets > 9)
-    for wrong in (masked, [*mean[:3], np.ma.masked], Tensor()):
-        for arguments, name in (((mean, wrong), "targets"), ((wrong, mean), "mean")):
-            with pytest.raises(ValueError, match=rf"`rmse\({name}=...\)` must be an array"):
-                metrics.rmse(*arguments)
-    with pytest.raises(ValueError, match="without masked entries, got a masked int64\\[5\\]"):
-        metrics.accuracy(PROBABILITIES, np.ma.masked_array(LABELS, mask=LABELS == 2))
-    # Without a masked entry, and in the byte order of another machine.
-    assert metrics.rmse(mean.astype(">f4"), np.ma.masked_array(mean)) == 0
-    assert metrics.accuracy(PROBABILITIES, LABELS.astype(">i2")) == metrics.accuracy(
-        PROBABILITIES, LABELS
-    )
-
-
 def test_arguments_that_do_not_fit():
     ones, mixture = np.ones(4), np.ones((7, 5))
     wrong: list[Any] = [

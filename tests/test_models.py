@@ -96,10 +96,9 @@ def test_filter_response_is_its_formula():
     assert jnp.all(jnp.isfinite(slopes)) and jnp.all(jnp.isfinite(found))
 
 
-@pytest.mark.parametrize("padding", ["SAME", "VALID"])
-def test_row_products_are_a_convolution(padding):
+def test_row_products_are_a_convolution():
     x = inputs_of((2, 9, 9, 3))
-    plain, rows = (nn.Conv(4, (5, 5), padding=padding, conv_general_dilated=f)
+    plain, rows = (nn.Conv(4, (5, 5), padding="VALID", conv_general_dilated=f)
                    for f in (None, row_products))  # fmt: skip
     params = random_params(plain, x)
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from matplotlib.figure import Figure
 from runs import Crash, stub
 from scipy.special import logsumexp
 from scipy.stats import norm
@@ -418,30 +417,12 @@ def test_a_score_of_tokens_and_its_standard_error_count_tokens_not_inputs():
     assert np.mean(selecting._by_input(impossible)) == -np.inf
 
 
-def test_a_winner_that_breaks_after_the_last_round_keeps_its_draws(monkeypatch):
-    predict = selecting.predict
-
-    def until_the_end(apply_fn, draws, inputs, **given):
-        params = draws.params if draws.num_draws == 1 else np.nan * draws.params
-        return predict(apply_fn, optax_smile.Snapshots.from_members(params[:, 0]), inputs, **given)
-
-    def noisy(params, batch, key):
-        return mean_loss(params, batch) + 0.01 * jax.random.normal(key)
-
-    monkeypatch.setattr(selecting, "predict", until_the_end)
-    found = find(TWO, noisy, stochastic=True, **SHORT)
-    assert found.final_lppd == -np.inf and found.draws.num_draws == 10
-    assert "-inf: " in str(found) and "No better than the start" in str(found)
-    ax = optax_smile.plots.selection(found, ax=Figure().subplots())
-    assert ax.get_title() == "Chosen: sgld, LPPD -inf"
-
-
 def test_what_does_not_fit_is_refused_before_the_first_step():
     def refuse(rule: str, candidates: Any, **changes):
         with pytest.raises(ValueError, match=rf"^`select\({rule}"):
             find(candidates, **changes)
 
-    for name in ("", ".", "..", "a/b", "a\\b", "a\0", 3, "rounds.json", 'a"'):
+    for name in ("", "..", "a/b", "a\0", 3, "rounds.json"):
         refuse(r"candidates=...\)` must be a dict whose names are valid", {name: sgld(1e-3)})
     refuse(r"candidates=...\)` must be a dict of at least one sampler or optimizer by name", {})
     fine = {"a": sgld(1e-3)}

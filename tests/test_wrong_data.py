@@ -379,15 +379,3 @@ class TestCheck:
         assert finding.kind == "random numbers" and finding.chains == (1, 2)
         own = optax_smile.parallel.init(SAMPLER, params, key=1)
         assert not run(state=own).findings
-
-    def test_refuses_what_it_cannot_check(self):
-        for batch, tx, message in (
-            ([], SAMPLER, r"check\(batch=...\)` must be .* at least one batch"),
-            (
-                EQUAL,
-                optax.adam(1e-3),
-                r"check\(sampler=...\)` must be a transformation that contains an",
-            ),
-        ):
-            with pytest.raises(ValueError, match=message):
-                check(batch, tx)
