@@ -232,7 +232,7 @@ DEFECTS = r"""
 - after = (DATA,) if size > 1 and divides else ()
 + after = ()
 # chains/run.py | test_sampling.py
-= thin off by one | hand_written and leapfrog
+= thin off by one | hand_written
 - return num_warmup + (passed // thin + 1) * thin
 + return num_warmup + (passed // thin + 1) * thin - 1
 # chains/run.py | test_run.py
@@ -256,7 +256,8 @@ DEFECTS = r"""
 = batches of each chain stacked along the chains | several_steps_in_one_go
 - .stack(leaves, axis=axis)
 + .stack(leaves, axis=0)
-= draws are proposals | hand_written and leapfrog
+# chains/_chains.py | test_sampling.py
+= draws are proposals | hand_written
 - draw = last_accepted(chain.state, chain.params)
 + draw = chain.params
 = a loss draws the same numbers in every step | random_loss

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -74,6 +74,46 @@ def noisy(step_size: Any = 0.02, **arguments):
     return quiet(step_size, decoherence_length=0.1, key=5, **arguments)
 
 
+class StubState(NamedTuple):
+    """Number of calls, and the key that each chain gets of its own."""
+
+    num_gradients: jax.Array
+    key: jax.Array
+    gradients_per_step = 1
+
+    def stats(self) -> optax_smile.Stats:
+        known: dict[str, Any] = dict.fromkeys(optax_smile.Stats._fields, 0.0 * self.num_gradients)
+        for name in ("on_its_way", "below_resolution", "is_altered"):
+            known[name] = self.num_gradients < 0
+        known |= dict.fromkeys(("is_draw", "accepted", "step_end"), self.num_gradients >= 0)
+        return optax_smile.Stats(**known | {"num_gradients": self.num_gradients})
+
+    def last_accepted(self, params: Any) -> Any:
+        return params
+
+    def last_received(self):
+        return None
+
+
+class TwoGradients(StubState):
+    gradients_per_step = 2
+
+
+def stub(step_size: float = 0.1, noise: float = 1.0, kind: Any = StubState) -> Any:
+    """Descent with noise: by far the cheapest to compile, where the sampler is not the point."""
+
+    def init(params):
+        return kind(jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.key(0)))
+
+    def update(updates, state, params=None, **_):
+        count = optax.safe_increment(state.num_gradients)
+        push = noise * jnp.sin((state.key[-1] % 997).astype(float) + count)
+        updates = jax.tree.map(lambda g: step_size * (push - g), updates)
+        return updates, state._replace(num_gradients=count)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
 @contextlib.contextmanager
 def watching(callback):
     """Call `callback(step, stats)` where a run keeps its statistics, before it heeds signals."""
@@ -94,7 +134,7 @@ def run(directory: Any = None, loss=mean_loss, params=None, sampler=None, **argu
             return run(directory, loss, params, sampler, **arguments)
     defaults: dict[str, Any] = {"num_warmup": WARMUP, "num_draws": DRAWS, "thin": THIN, "key": 0}
     defaults |= {"progress": False, "checkpoint_minutes": 60}
-    params, sampler = params or start(), sampler or noisy()
+    params, sampler = params or start(), sampler or stub()
     batches = arguments.pop("batches", regression())
     given = defaults | arguments
     return optax_smile.sample(loss, params, batches, sampler, directory=directory, **given)

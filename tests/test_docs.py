@@ -11,9 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
-import yaml
 from test_imports import public_objects
 
 import optax_smile
@@ -101,12 +99,6 @@ def test_hero_prints_what_is_shown(capsys):
             assert abs(mean - exact_mean) < 0.2 * exact_sd and 0.6 < sd / exact_sd < 1.5
 
 
-def test_the_line_that_changes_makes_a_sampler():
-    names = {"train": range(10), "optax_smile": optax_smile, "jax": jax}
-    exec(re.findall(r"^\+ (.*)", FIRST["diff"], re.MULTILINE)[0], names)
-    assert optax_smile.stats(names["tx"].init(jax.numpy.zeros(3)))
-
-
 def test_extras_and_links_exist():
     links = re.findall(r"\]\((?!https?:)([^)#]+)", TEXT)
     assert len(links) > 10 and not [link for link in links if not (ROOT / link).exists()]
@@ -114,22 +106,6 @@ def test_extras_and_links_exist():
     named = re.findall(r"""(?:\.|optax-smile)\[([\w,]+)\]['"]""", pages)
     assert len(named) > 4
     assert set(",".join(named).split(",")) <= PROJECT["optional-dependencies"].keys()
-
-
-def test_the_citation_names_this_version_and_the_paper():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == optax_smile.__version__
-    assert citation["license"] == PROJECT["license"]
-    (paper,) = citation["references"]
-    assert [author["family-names"] for author in paper["authors"]][::4] == ["Sommer", "Rügamer"]
-    assert paper["year"] == 2026 and "Mini-Batch Gradient Noise" in paper["title"]
-
-
-def test_classifiers_begin_with_the_oldest_python_that_is_supported():
-    minors = re.findall(r"Python :: 3\.(\d+)", "\n".join(PROJECT["classifiers"]))
-    oldest, newest = int(minors[0]), int(minors[-1])
-    assert PROJECT["requires-python"] == f">=3.{oldest}"
-    assert list(map(int, minors)) == list(range(oldest, newest + 1))
 
 
 WRONG_WORDS = (
@@ -141,7 +117,7 @@ WRONG_WORDS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_wrong_word_is_an_error_of_the_type_checker(tmp_path):
     """In a user's file, which is right as it stands."""
     text = (ROOT / "tests" / "user.py").read_text()

@@ -1,7 +1,6 @@
 """Who may import whom, read from the sources."""
 
 import ast
-import importlib
 import inspect
 import pathlib
 import subprocess
@@ -115,15 +114,6 @@ def test_imports_go_in_one_direction():
         free = {module for module, needs in waiting.items() if not needs & waiting.keys()}
         assert free, f"a circle among {sorted(waiting)}"
         waiting = {module: needs for module, needs in waiting.items() if module not in free}
-
-
-def test_no_module_is_hidden_by_a_name_of_its_package():
-    for module in MODULES:
-        package, _, name = module.rpartition(".")
-        if package and name != "__main__":
-            assert isinstance(
-                getattr(importlib.import_module(package), name, None), types.ModuleType
-            ) or (module not in sys.modules)
 
 
 def test_only_the_potential_multiplies_by_num_data():

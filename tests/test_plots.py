@@ -79,19 +79,6 @@ def test_every_picture_is_drawn_on_new_and_on_given_axes():
         plt.close("all")
 
 
-def test_chains_with_a_colour_of_their_own_are_named_and_single_points_are_seen():
-    for number in (1, 10, 30):
-        sizes, errors = (
-            draw(make_trace(number, 1)) for draw in (plots.step_size, plots.energy_error)
-        )
-        for ax in sizes, plots.chain_paths(GENERATOR.normal(size=(number, 5, 4))):
-            names = [name for name in legend_of(ax) if name.startswith("chain ")]
-            assert len(names) == (number if number <= 10 else 0)
-            ax.figure.canvas.draw()
-        assert sizes.lines[0].get_marker() == line_of(errors, "median").get_marker() == "o"
-        plt.close("all")
-
-
 def test_step_sizes_of_chains_and_their_scale():
     trace = make_trace()
     line = line_of(plots.step_size(trace), "chain 1")
@@ -167,18 +154,15 @@ def test_risk_coverage():
 
 def test_regression_band():
     targets = np.where(np.arange(12) < 9, MEAN + 1.9 * STD, MEAN + 2 * STD)
-    for inputs in np.roll(MEAN, 3), None:
-        ax = plots.regression_band(inputs, MEAN, STD, targets)
-        order = np.argsort(MEAN if inputs is None else inputs)
-        horizontal = np.arange(12) if inputs is None else inputs[order]
-        line, vertices = line_of(ax, "mean"), outline_of(ax)
-        np.testing.assert_allclose(line.get_xydata(), np.transpose([horizontal, MEAN[order]]))
-        np.testing.assert_allclose(line_of(ax, "targets").get_ydata(), targets[order])
-        for place, middle, std in zip(horizontal, MEAN[order], STD[order], strict=True):
-            ends = vertices[np.isclose(vertices[:, 0], place), 1]
-            expected = middle - 1.959964 * std, middle + 1.959964 * std
-            np.testing.assert_allclose([ends.min(), ends.max()], expected, rtol=1e-5)
-        assert ax.get_title() == "95 % band: holds 75.0 % of 12 targets"
+    ax, order = plots.regression_band(None, MEAN, STD, targets), np.argsort(MEAN)
+    vertices = outline_of(ax)
+    np.testing.assert_allclose(line_of(ax, "mean").get_ydata(), MEAN[order])
+    np.testing.assert_allclose(line_of(ax, "targets").get_ydata(), targets[order])
+    for place, (middle, std) in enumerate(zip(MEAN[order], STD[order], strict=True)):
+        ends = vertices[np.isclose(vertices[:, 0], place), 1]
+        expected = middle - 1.959964 * std, middle + 1.959964 * std
+        np.testing.assert_allclose([ends.min(), ends.max()], expected, rtol=1e-5)
+    assert ax.get_title() == "95 % band: holds 75.0 % of 12 targets"
     # Of a mixture; a quarter of it lies below the median of its lower part.
     ax = plots.regression_band([1, 0], np.array([[0.0, 1], [10, 3]]), 1.0, level=0.5)
     np.testing.assert_allclose(line_of(ax, "mean").get_xydata(), [[0, 2], [1, 5]])
@@ -207,20 +191,6 @@ def test_selection_has_a_line_for_each_candidate():
         (mark,) = [x for x in ax.lines if x.get_marker() == marker and len(x.get_xdata())]
         np.testing.assert_allclose(mark.get_xydata(), [place], rtol=0.03)
         assert mark.get_color() == bars[name][0].get_color()
-
-
-def test_selection_of_many_candidates_and_of_none():
-    """A start far below does not set the scale, more candidates than colours differ in style."""
-    many = {"names": tuple("abcdefghijkl"), "num_steps": np.array([10]), "start_lppd": -7.0}
-    many |= {"lppd": np.linspace(-1, -1.1, 12)[None], "standard_error": np.zeros((1, 12))}
-    ax = plots.selection(SELECTION._replace(**many))
-    lines = [x.lines[0] for x in ax.containers]
-    assert len({(x.get_color(), x.get_linestyle()) for x in lines}) == 12
-    assert -1.2 < ax.get_ylim()[0] < -1.1
-    none = {"names": ("b",), "num_steps": np.array([], int), "lppd": np.zeros((0, 1))}
-    ax = plots.selection(SELECTION._replace(**none, standard_error=np.zeros((0, 1))))
-    ax.figure.canvas.draw()
-    assert legend_of(ax) == ["start: -1.3", "b"]
 
 
 def points_of(ax, num_chains):
@@ -259,11 +229,9 @@ PATHS = partial(plots.chain_paths, DRAWS)
 BAD: Any = (
     (plots.energy_error, [make_trace() | {"num_gradients": np.ones((2, 60))}], "one shape"),
     (plots.regression_band, [None, MEAN, -STD], r"std=...\)` must be .* is a finite number > 0"),
-    (plots.regression_band, [MEAN[:9], MEAN, STD], r"inputs=...\)` must be of shape \(12,"),
     (plots.regression_band, [MEAN, MEAN, STD, MEAN[:9]], r"targets=...\)` must be of shape"),
     (plots.chain_paths, [{"a": DRAWS, "b": DRAWS[:, 1:]}], r"leading axes.*'b': \(3, 8, 40\)"),
     (plots.chain_paths, [{"a": NAN}], r"nan or inf at \['a'\]"),
-    (partial(PATHS, start=DRAWS[0, 0]), [], r"start=...\)` must be .* \(3, 40\)"),
     (partial(PATHS, start=NAN[:, 3]), [], r"plots.chain_paths\(start=...\)` must be finite"),
 )
 

@@ -67,16 +67,15 @@ def assert_average(got, log_probabilities):
     assert np.all(got.epistemic >= 0) and got.uncertainty == "entropy"
 
 
-@pytest.mark.parametrize("batch_size", [None, 7])
-def test_categorical_equals_the_average_over_everything_at_once(batch_size):
-    got = classify(per="draw", batch_size=batch_size)
+def test_categorical_equals_the_average_over_everything_at_once():
+    got = classify(per="draw", batch_size=7)
     assert_average(got, IN_ORDER)
     probabilities = np.exp(LOG_PROBABILITIES)
     np.testing.assert_allclose(got.each.mean, probabilities, atol=1e-5)
     np.testing.assert_allclose(got.each.log_density, CHOSEN, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got.each.entropy, entropy(probabilities), atol=1e-5)
     # Each chain alone.
-    got, average = classify(per="chain", batch_size=batch_size).each, probabilities.mean(1)
+    got, average = classify(per="chain").each, probabilities.mean(1)
     np.testing.assert_allclose(got.mean, average, atol=1e-6)
     np.testing.assert_allclose(got.entropy, entropy(average), atol=1e-5)
     np.testing.assert_allclose(got.log_density, log_mean(CHOSEN, 1), rtol=1e-5, atol=1e-5)
@@ -186,22 +185,20 @@ def test_padding_is_nan_in_every_prediction_and_counts_in_no_score():
         has_target=lambda y: y >= 0,
     )
     draws = optax_smile.Snapshots(np.zeros((2, 3), np.float32))
-    for likelihood in ("tokens", own):
-        for batch_size in (None, 3):
-            by_draw, by_chain = (
-                predict(logits, draws, likelihood, labels, inputs, per=per, batch_size=batch_size)
-                for per in ("draw", "chain")
-            )
-            for found, shape in (
-                (by_draw, ()),
-                (by_draw.each, (2, 3)),
-                (by_chain.each, (2,)),
-            ):
-                expected = np.broadcast_to(padded, (*shape, *padded.shape))
-                np.testing.assert_allclose(found.log_density, expected, rtol=1e-6)
-            assert optax_smile.metrics.lppd(by_draw.log_density) == pytest.approx(uniform)
-            assert optax_smile.metrics.perplexity(by_draw.log_density) == pytest.approx(5)
-            assert optax_smile.metrics.score(by_draw, labels) == {"perplexity": pytest.approx(5)}
+    for likelihood, batch_size in (("tokens", None), (own, 3)):
+        by_draw, by_chain = (
+            predict(logits, draws, likelihood, labels, inputs, per=per, batch_size=batch_size)
+            for per in ("draw", "chain")
+        )
+        for found, shape in (
+            (by_draw, ()),
+            (by_draw.each, (2, 3)),
+            (by_chain.each, (2,)),
+        ):
+            expected = np.broadcast_to(padded, (*shape, *padded.shape))
+            np.testing.assert_allclose(found.log_density, expected, rtol=1e-6)
+        assert optax_smile.metrics.lppd(by_draw.log_density) == pytest.approx(uniform)
+        assert optax_smile.metrics.score(by_draw, labels) == {"perplexity": pytest.approx(5)}
     with pytest.raises(
         ValueError, match=r"targets=...\)` must be one target or more, got padding alone"
     ):
@@ -238,6 +235,7 @@ def test_what_is_not_finite_besides_the_mean_is_refused():
     for fields in (
         {"variance": lambda x: jnp.full_like(x, jnp.nan)},
         {"variance": jnp.ones_like, "log_density": lambda x, _: jnp.full_like(x, jnp.inf)},
+        {"variance": lambda x: -x},
     ):
         with pytest.raises(ValueError, match="got nan, inf or a variance < 0 from snapshot 0"):
             predict(lambda _, x: x, [0.0], own(**fields), np.zeros(3), np.ones(3, np.float32))
@@ -325,12 +323,9 @@ class Draws(list):
 MISFITS = (
     ("snapshots", [], "at least one parameter tree, got none"),
     ("snapshots", with_nan((2, 7), (0, 9)), "finite, got nan or inf from chain 2, draw 7. Leave"),
-    ("snapshots", iter(with_nan((1, 0))), "finite, got nan or inf from snapshot 1"),
-    ("snapshots", [*ONE, {"w": WEIGHTS[0, 0, :2]}], r"of the first one \(this is snapshot 1\)"),
     ("snapshots", [*ONE, ONE[0] | {"w": WEIGHTS[0, 0, :2]}], r"the first one \(this is snapshot"),
     ("snapshots", ONE[0], "an iterable of parameter trees, got a dict. Make them with"),
     ("targets", LABELS + 1, "classes from 0 to 4, got 1 to 5"),
-    ("targets", LABELS - 1, "classes from 0 to 4, got -1 to 3"),
     ("targets", LABELS * 1.0, r"integers of shape \(30,\), got float64"),
     ("targets", LABELS[:29], r"arrays \[input, ...\] that begin with the axes \(30,\), got"),
     ("likelihood", own(mean=None, variance=jnp.ones_like), "a `Likelihood` with a `mean`, because"),
@@ -339,7 +334,6 @@ MISFITS = (
     ("likelihood", own(mean=jnp.mean), "one that returns arrays .* of 30 inputs"),
     ("snapshots", Draws(ONE), "the same number of draws of each of the 2 chains, got 1"),
     ("per", "draw", r"None for snapshots without `num_chains`.* `Snapshots.from_draws\(snap"),
-    ("inputs", (INPUTS, INPUTS[:9]), "equal leading axes, none of them empty, got"),
     # XLA may turn NaN into ordinary numbers, which no check of the outputs would find.
     ("inputs", np.where(INPUTS == INPUTS[3, 1], np.nan, INPUTS), "finite, got nan or inf at"),
     ("specs", {"w": jax.P(), "log_std": jax.P()}, "None without a mesh"),
@@ -349,20 +343,11 @@ OUTPUTS: Any = (
     ("gaussian", lambda x: (x[:, :1], 0.0), TARGETS, r"of the mean, \(30, 1\), got \(30,\)"),
     (
         "gaussian",
-        lambda x: (x[:, 0], jnp.zeros((30, 1))),
-        TARGETS,
-        "and broadcasts to it, got the shapes",
-    ),
-    (
-        "gaussian",
         lambda x: (x[:, 0], jnp.zeros(7)),
         TARGETS,
         "and broadcasts to it, got the shapes",
     ),
-    ("gaussian", lambda x: (x[:, 0] + 1j, 0.0), TARGETS, "real predictions, got complex64"),
     ("gaussian", lambda x: (x[:, 0], 1j), TARGETS, "real predictions, got complex64"),
-    (own(), lambda x: x[:, 0] + 1j, TARGETS, "real predictions, got complex64"),
-    ("gaussian", lambda x: (None, 0.0), TARGETS, r"a pair \(mean, log_std\) for 'gaussian'"),
     ("gaussian", lambda x: x[:2], TARGETS, r"a pair \(mean, log_std\) for 'gaussian'"),
     ("gaussian", lambda x: (x[:, 0], 0.0), np.where(LABELS == 2, np.nan, 1), "finite, got nan"),
     ("bernoulli", lambda x: x, LABELS % 2, r"of the mean, \(30, 3\), got \(30,\)"),
@@ -399,21 +384,10 @@ def test_inputs_and_targets_are_what_numpy_reads():
         return pandas.DataFrame(x) if x.ndim > 1 else pandas.Series(x)
 
     expected = classify().log_density
-    own = optax_smile.Likelihood(
-        None, lambda x, y: jnp.take_along_axis(jax.nn.log_softmax(x), y["of"][:, None], 1)[:, 0]
-    )
-    for convert in (swapped, frame, Tensor, np.ma.masked_array):
+    for convert in (swapped, frame, Tensor):
         inputs, targets = convert(INPUTS), convert(LABELS)
         got = predict(apply_fn, SNAPSHOTS, "categorical", targets, inputs)
         np.testing.assert_array_equal(got.log_density, expected)
-        nested = predict(
-            lambda params, x: apply_fn(params, x["in"]),
-            SNAPSHOTS,
-            own,
-            {"of": targets},
-            {"in": inputs},
-        )
-        np.testing.assert_allclose(nested.log_density, expected, atol=1e-5)
     hidden = np.ma.masked_array(INPUTS, mask=INPUTS > 1), np.ma.masked_array(LABELS, LABELS > 2)
     for argument, given in (
         ("inputs", {"inputs": hidden[0]}),
@@ -426,12 +400,6 @@ def test_inputs_and_targets_are_what_numpy_reads():
     with pytest.raises(ValueError, match=r"`Predictor.update\(params=...\)` must be .* masked"):
         predictor = optax_smile.Predictor(apply_fn, INPUTS, likelihood="categorical")
         predictor.update({"w": np.ma.masked_array(WEIGHTS[0, 0], WEIGHTS[0, 0] > 0)})
-
-
-def test_booleans_are_averaged_as_shares():
-    shares = own(mean=lambda x: x > 0.5)
-    got = predict(lambda params, x: x * params, [0.0, 1.0, 1.0], shares, inputs=np.ones(2, "f4"))
-    np.testing.assert_allclose(got.mean, 2 / 3)
 
 
 def test_what_does_not_fit_is_named():
@@ -447,16 +415,3 @@ def test_what_does_not_fit_is_named():
     for likelihood, outputs, targets, message in OUTPUTS:
         with pytest.raises(ValueError, match=r"`predict\(\w+=...\)` must be .*" + message):
             predict(lambda _, x, outputs=outputs: outputs(x), ONE, likelihood, targets)
-
-
-def test_a_negative_variance_of_an_own_likelihood_is_an_error():
-    likelihood = optax_smile.Likelihood(
-        mean=lambda outputs: outputs,
-        log_density=lambda outputs, targets: outputs[:, 0],
-        variance=lambda outputs: outputs,
-    )
-    draws = [np.ones(2, np.float32), -np.ones(2, np.float32)]
-    with pytest.raises(ValueError, match="whose variances are >= 0, got .* from snapshot 1"):
-        optax_smile.predict(
-            lambda params, x: x * params[None], draws, np.ones((3, 2)), likelihood=likelihood
-        )

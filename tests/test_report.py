@@ -105,42 +105,6 @@ def test_regression_and_tokens(run, draws):
     assert ">perplexity ↓</th>" in page_of(run, tokens, labels)
 
 
-def test_methods_share_a_figure_also_for_yes_or_no(run, draws, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(report.plots, "reliability", lambda *given, **named: drawn.append(given))
-    targets = np.stack([LABELS % 2, LABELS // 2 % 2], axis=1).astype(np.uint8)
-    prediction = predict(draws, lambda p, x: logits(p, x)[:, :2], "bernoulli", targets)
-    assert len(captions(page_of(run, prediction, targets, ("psmile", "deep ensemble")))) == 4
-    for probabilities, labels in drawn:
-        np.testing.assert_array_equal(labels, targets.ravel())
-        np.testing.assert_array_equal(probabilities[:, 1], np.ravel(prediction.mean))
-    assert len(drawn) == 2
-
-
-def test_chains_are_judged_by_a_prediction_of_all_draws(run, draws):
-    for prediction, by in (
-        (predict(draws, per="chain"), "weights"),
-        (predict(draws.thinned(2)), "weights"),
-        (predict(draws), "the prediction “test”"),
-    ):
-        assert f"Judged by {by}" in page_of(run, prediction, LABELS)
-
-
-def test_huge_runs_are_thinned_and_a_plot_that_fails_stops_no_other(run, draws, monkeypatch):
-    drawn = []
-
-    def fail(draws, start, ax):
-        drawn.extend((draws, start))
-        raise ValueError("too <few>")
-
-    monkeypatch.setattr(report.plots, "chain_paths", fail)
-    monkeypatch.setattr(report, "MOST_PARAMETERS", CHAINS * 12 * DRAWS // 3)
-    page = report.write(run).read_text()
-    assert len(captions(page)) == 2 and "No plot: too &lt;few&gt; (In a good run the paths" in page
-    np.testing.assert_array_equal(drawn[0]["w"], draws.params["w"][:, 2::3])
-    np.testing.assert_array_equal(drawn[1]["w"], draws.start["w"])
-
-
 def test_a_damaged_prediction_is_named_and_the_page_before_stays(run, draws, tmp_path):
     path = report.write(run, tmp_path / "new" / "page.html", title="Digits & more")
     page, file = path.read_text(), run / "prediction-test.safetensors"

@@ -21,7 +21,19 @@ import numpy as np
 import optax
 import pytest
 import runs
-from runs import CHAINS, DRAWS, assert_same_bits, at, content_of, crash, noisy, run, send, start
+from runs import (
+    CHAINS,
+    DRAWS,
+    assert_same_bits,
+    at,
+    content_of,
+    crash,
+    noisy,
+    run,
+    send,
+    start,
+    stub,
+)
 from safetensors.numpy import load_file
 
 import optax_smile
@@ -105,7 +117,7 @@ CASES: dict[str, Any] = {
     "aux": lambda: {
         "loss": normalised_loss,
         "aux": {"mean": jnp.ones((CHAINS, 2)) * jnp.arange(CHAINS)[:, None]},
-        "sampler": noisy(integrator="minimal_norm"),
+        "sampler": stub(kind=runs.TwoGradients),
         **dict(batch_per="step", steps_per_dispatch=3, stochastic=True, batches=Again()),
     },
     "a generator": lambda: {
@@ -134,23 +146,11 @@ def test_batches_with_a_place_are_not_read_again(tmp_path, whole):
     assert again.num_read == runs.STEPS - SECOND
 
 
-def test_grain_goes_on_where_it_was(tmp_path):
-    grain = pytest.importorskip("grain")
-    rows = [row for batch in runs.regression(4) for row in zip(*batch, strict=True)]
-
-    def batches():
-        return grain.MapDataset.source(rows).shuffle(seed=3).batch(20).to_iter_dataset()
-
-    stop_at_second(tmp_path, batches=batches())
-    got, expected = run(tmp_path, batches=batches()), run(batches=batches())
-    np.testing.assert_array_equal(got.params["w"], expected.params["w"])
-
-
 def test_batches_that_ran_out_may_grow(tmp_path):
     """Thirteen batches are six steps of two and a rest, which the next run takes again."""
 
     def go(name, count, begin=run):
-        given: dict[str, Any] = {"sampler": noisy(integrator="minimal_norm"), "num_warmup": 1}
+        given: dict[str, Any] = {"sampler": stub(kind=runs.TwoGradients), "num_warmup": 1}
         batches = iter(runs.regression(18)[:count])
         return begin(tmp_path / name, num_draws=2, batches=batches, **given)
 
@@ -289,7 +289,7 @@ def test_checkpoints_of_other_states_are_refused(copied, tmp_path, monkeypatch):
     """Of other arrays, and of another version's states."""
     rule = r"(?s)The checkpoint .*-0000000007\..*is unknown.*sampler has changed"
     with pytest.raises(ValueError, match=rule):
-        run(copied, sampler=optax.chain(optax.trace(0.9), noisy()))
+        run(copied, sampler=optax.chain(optax.trace(0.9), stub()))
     train(tmp_path / "start")
     with pytest.raises(ValueError, match=r"(?s)The checkpoint .* damaged.*sampler has changed"):
         train(tmp_path / "start", optax.sgd(0.1))
@@ -322,8 +322,7 @@ def test_checkpoints_are_due_and_name_parameters_and_fields_of_the_state(half, t
         assert checkpoints.is_due() is is_due
     (file,) = half.glob("checkpoint-0000000007.*")
     shapes = {name.partition("@")[0]: array.shape for name, array in load_file(file).items()}
-    assert shapes["params.w"] == shapes["state.dynamics.momentum.direction.w"] == (CHAINS, 2)
-    assert shapes["state.num_steps"] == shapes["state.guardrail.num_rejected"] == (CHAINS,)
+    assert shapes["params.w"] == (CHAINS, 2) and shapes["state.num_gradients"] == (CHAINS,)
 
 
 def test_a_full_disk_names_the_file_and_room_lets_it_go_on(tmp_path):
@@ -428,21 +427,6 @@ def test_keys_that_no_file_can_hold_are_refused(tmp_path):
     with pytest.raises(optax_smile.ArgumentError, match=r"`sample\(params=.* Unicode, got .*udcff"):
         run(tmp_path, params=params, check=False)
     assert not any(tmp_path.iterdir())
-
-
-def test_a_directory_that_cannot_be_written_is_named(copied, monkeypatch):
-    opened = os.open
-
-    def refuse(path, flags, *mode):
-        if flags & os.O_RDWR and Path(path).parent == copied:
-            raise PermissionError(13, "Permission denied", path)
-        return opened(path, flags, *mode)
-
-    monkeypatch.setattr(os, "open", refuse)
-    rule = rf"directory=...\)` must be .* written, got {copied} \(Permission denied\)"
-    with pytest.raises(optax_smile.ArgumentError, match=rule):
-        run(copied)
-    assert optax_smile.load_snapshots(copied).num_draws == 2
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 import runs
-from runs import CHAINS, DRAWS, STEPS, THIN, WARMUP, assert_same_bits, mean_loss, noisy, regression
+from runs import CHAINS, DRAWS, STEPS, THIN, WARMUP, assert_same_bits, mean_loss, regression, stub
 
 from optax_smile import Run
 
@@ -19,8 +19,9 @@ GIVEN: dict[str, Any] = {"key": 0, "checkpoint_minutes": 60}
 
 def begin(directory=None, sampler=None, **given) -> Run:
     batches = given.pop("batches", regression())
-    sampler = sampler or noisy()
-    return Run(mean_loss, runs.start(), batches, sampler, directory=directory, **(GIVEN | given))
+    return Run(
+        mean_loss, runs.start(), batches, sampler or stub(), directory=directory, **(GIVEN | given)
+    )
 
 
 def warm(directory=None, **given) -> Run:

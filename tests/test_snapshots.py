@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import watching
+from runs import stub, watching
 
 import optax_smile
-from optax_smile import _disk
 from optax_smile.draws import _format
 
 CHAINS, DRAWS = 3, 5
@@ -35,8 +34,7 @@ def start() -> Any:
 def draw(directory=None, loss=mean_loss, **arguments) -> Any:
     given: dict[str, Any] = {"num_warmup": 2, "num_draws": DRAWS, "thin": 2, "key": 0}
     given |= {"directory": directory, "progress": False} | arguments
-    sampler = optax_smile.smile(0.1, num_data=20, decoherence_length=None)
-    return optax_smile.sample(loss, start(), [jnp.full(2, x) for x in (1.0, 2.0)], sampler, **given)
+    return optax_smile.sample(loss, start(), [jnp.full(2, x) for x in (1.0, 2.0)], stub(), **given)
 
 
 class Runs(NamedTuple):
@@ -93,7 +91,7 @@ def test_disk_and_memory_hold_the_same_draws(runs):
     for name, values in memory.trace.items():
         np.testing.assert_array_equal(disk.trace[name], values[:, -DRAWS:])
     assert disk.trace["step"].tolist() == [[4, 6, 8, 10, 12]] * CHAINS
-    assert memory.settings == disk.settings and memory.settings["name"] == "smile"
+    assert memory.settings == disk.settings
     for at, (one, other) in enumerate(zip(disk, memory, strict=True)):
         number, chain = divmod(at, CHAINS)
         assert_same(one, jax.tree.map(lambda x, at=(chain, number): x[at], memory.params))
@@ -130,10 +128,7 @@ def test_rounded_on_disk_alone(runs, tmp_path):
     assert params["w"].ravel().tolist() == [float(np.float16(0.1))] * 2
 
 
-@pytest.mark.parametrize(
-    ("number", "fits"),
-    [(1e6, False), (65_520.0, False), (1e-6, False), (65_504.0, True), (6.2e-5, True), (0.0, True)],
-)
+@pytest.mark.parametrize("number, fits", [(65_520.0, False), (1e-6, False), (6.2e-5, True)])
 def test_a_leaf_too_large_or_small_for_half_precision_keeps_its_own(tmp_path, number, fits):
     """In that draw alone, so that a run that resumes stores the same bits."""
     begin: Any = {"w": np.zeros((2, 2), np.float32), "inf": np.full((2, 1), np.inf, np.float32)}
@@ -168,7 +163,7 @@ def test_a_start_too_large_for_the_stored_precision_is_refused(tmp_path):
     np.testing.assert_allclose(draws.params["b"][:, 0, 0], 1e6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("number", [0, 2, DRAWS - 1])
+@pytest.mark.parametrize("number", [0, DRAWS - 1])
 def test_missing_files_of_draws_are_named(runs, tmp_path, number):
     """The last one by the newest checkpoint; before the first checkpoint a run has fewer."""
     directory = shutil.copytree(runs.disk.directory, tmp_path / "run")
@@ -230,13 +225,6 @@ def test_files_of_others_in_a_directory_are_left_alone(runs, tmp_path):
     assert (tmp_path / ".lock-0").read_text() == "my text"
 
 
-def test_a_huge_manifest_is_not_read(runs, tmp_path):
-    directory = shutil.copytree(runs.disk.directory, tmp_path / "run")
-    os.truncate(directory / "manifest.json", 1 << 40)
-    with pytest.raises(ValueError, match=r"`load_snapshots\(directory=...\)` must be .* more than"):
-        optax_smile.load_snapshots(directory)
-
-
 def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
@@ -246,10 +234,6 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
         assert optax_smile.load_snapshots(home).num_draws == 1
     assert sorted(x.name for x in (tmp_path / "home").iterdir()) == ["other", "run"]
     assert [x.name for x in tmp_path.iterdir()] == ["home"]
-    with pytest.raises(
-        ValueError, match=r"`load_snapshots\(directory=...\)` must be a path, got '~n"
-    ):
-        optax_smile.load_snapshots("~nobody-of-this-name/run")
 
 
 def test_trees_come_back_nested_flat_or_as_they_were(tmp_path):
@@ -279,8 +263,7 @@ def test_loading_needs_no_device_and_no_training_code(runs):
     assert run.stdout.split() == ["15", "(3,", "5,", "2)", "False"], run.stderr
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "foreign", "delete"])
-def test_a_damaged_file_is_named(runs, tmp_path, damage, monkeypatch):
+def test_a_damaged_file_is_named(runs, tmp_path, monkeypatch):
     copied = Path(shutil.copytree(runs.disk.directory, tmp_path / "run"))
     draws = optax_smile.load_snapshots(copied)
     with monkeypatch.context() as patch:
@@ -288,34 +271,10 @@ def test_a_damaged_file_is_named(runs, tmp_path, damage, monkeypatch):
         with pytest.raises(ImportError, match=r"pip install 'optax-smile\[storage\]'"):
             next(iter(draws))
     file = draws.draws[2][0].path
-    content = file.read_bytes()
-    flipped = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
-    damaged = {"truncate": content[:-5], "flip": flipped, "foreign": b"something else"}
-    file.unlink()
-    if damage in damaged:
-        file.write_bytes(damaged[damage])
+    file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(ValueError, match=rf"{file} is damaged .* other draws stay readable"):
         list(draws)
     assert [len(draws[:6]), len(draws[9:])] == [6, 6]
-    file.unlink(missing_ok=True)
-    with pytest.raises(ValueError, match=r"all its 5 draws, got .* without draw-00000002"):
-        optax_smile.load_snapshots(copied)
-
-
-@pytest.mark.parametrize(
-    "changed, reason",
-    [
-        (lambda arrays: dict(list(arrays.items())[1:]), "it holds"),
-        (lambda arrays: {x: a.astype(int) for x, a in arrays.items()}, "' is int64"),
-    ],
-)
-def test_an_undamaged_file_of_another_tree_is_refused(runs, tmp_path, changed, reason):
-    copied = Path(shutil.copytree(runs.disk.directory, tmp_path / "run"))
-    (file,) = copied.glob("start.chains-*")
-    header, arrays = _disk.read(file)
-    file.write_bytes(_disk.pack(header, changed(arrays)))
-    with pytest.raises(ValueError, match=rf"start.* is damaged \(.*{reason}"):
-        _ = optax_smile.load_snapshots(copied).start
 
 
 def test_a_directory_without_a_manifest_and_a_tree_of_other_leaves(runs, tmp_path):

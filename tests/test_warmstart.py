@@ -1,8 +1,6 @@
 """A deep ensemble: best weights, resuming, and chains from weights that are trained already."""
 
-import os
 import re
-import shutil
 from functools import partial
 from signal import SIGINT, SIGTERM, getsignal
 from typing import Any
@@ -54,27 +52,6 @@ def test_members_start_apart_and_converge():
     assert len(np.unique(noisy["w"], axis=0)) == 3
 
 
-def test_members_and_an_optimizer_with_noise_share_no_key():
-    def halves(words) -> dict[str, jax.Array]:
-        """Of the words of keys, which float32 holds."""
-        return {"w": jnp.stack([words >> 16, words & 0xFFFF], axis=-1).astype(jnp.float32)}
-
-    def init(key):
-        return halves(jax.random.key_data(jax.random.split(key, 3)))
-
-    def begin(params):
-        return {"key": jax.random.key_data(jax.random.key(0))}
-
-    def update(updates, state, params=None):
-        return jax.tree.map(jnp.subtract, halves(jnp.tile(state["key"], (3, 1))), params), state
-
-    given = {"loss": lambda *_: 0.0, "init": init, "num_epochs": 1}
-    of_members = train([TARGET], optimizer=optax.set_to_zero(), **given)["w"].reshape(9, 4)
-    noise = optax.GradientTransformation(begin, update)
-    of_noise = train([TARGET], optimizer=noise, **given)["w"][:, 0].reshape(3, 4)
-    assert len(np.unique(np.concatenate([of_members, of_noise]), axis=0)) == 9 + 3
-
-
 def test_a_loader_may_use_its_memory_again():
     rows = [runs.aligned(20_000, 2) + np.array([TARGET]) + shift for shift in (0.1, -0.2, 0.3)]
     memory, held = runs.aligned(20_000, 2), runs.aligned(20_000, 2)
@@ -106,37 +83,6 @@ def test_members_of_the_same_initial_parameters_are_told():
     with pytest.warns(UserWarning, match=told):
         train([TARGET], init=lambda key: {"w": jnp.zeros(2)}, num_epochs=1)
     train([TARGET], init=lambda key: {"w": jnp.zeros(2)}, num_epochs=1, num_members=1)
-
-
-def test_a_number_of_members_may_be_an_array(tmp_path):
-    numbers: Any = np.int64(2), np.array(2), jnp.array(2)
-    for number in numbers:
-        members: Any = train([TARGET], num_members=number, num_epochs=1, directory=tmp_path / "run")
-        assert members["w"].shape == (2, 2)
-        assert (
-            optax_smile.chains_from_weights([members], num_chains=number, key=0)["w"].shape[0] == 2
-        )
-        shutil.rmtree(tmp_path / "run")
-
-
-def test_integer_weights_and_none_are_refused():
-    frozen = pytest.importorskip("flax").core.FrozenDict
-    for init_fn, got in (
-        (lambda key: {"w": jnp.arange(2)}, "int32"),
-        (lambda key: frozen({}), "Fro"),
-    ):
-        with pytest.raises(
-            optax_smile.ArgumentError, match=rf"`warmstart\(init_fn=.*returns {got}"
-        ):
-            train([TARGET], init=init_fn)
-    sampler = optax_smile.psmile(num_data=10, key=0)
-    for none in ({}, frozen({})):
-        with pytest.raises(
-            optax_smile.ArgumentError, match=r"`chains_from_weights\(weights=.*no arr"
-        ):
-            optax_smile.chains_from_weights([none])
-        with pytest.raises(optax_smile.ArgumentError, match=r"`psmile.init\(params=.* got 0"):
-            sampler.init(none)
 
 
 def test_best_weights_of_each_member_by_validation():
@@ -277,16 +223,6 @@ def test_a_signal_ends_the_training_after_the_epoch(in_one_go, tmp_path):
     assert_same_bits(alone, expected)
     for name in ("SIGTERM", "SIGINT", "twice"):
         assert_same_bits(train_long(Batches(), directory=tmp_path / name), in_one_go[0])
-
-
-def test_a_directory_in_use_is_refused(in_one_go, tmp_path):
-    message = rf"`warmstart\(directory=...\)` must be used by no other live run, .*{os.getpid()}"
-
-    def happens():
-        with pytest.raises(ValueError, match=message):
-            train_long(Batches(), directory=tmp_path)
-
-    assert_same_bits(train_long(Batches(2, happens), directory=tmp_path), in_one_go[0])
 
 
 def test_a_chain_for_each_of_the_weights_if_they_fit_together():

@@ -40,7 +40,8 @@ def split(*sizes: int) -> list[Any]:
 
 
 EQUAL = split(*[20] * 7)
-SAMPLER = optax_smile.psmile(num_data=NUM_DATA, key=0)
+SAMPLER = optax_smile.sgld(5e-4, num_data=NUM_DATA, key=0)
+STUB = runs.stub(0.01)
 
 
 def sample(batches, sampler=SAMPLER, **given):
@@ -67,9 +68,7 @@ def off(draws) -> float:
 
 
 UNEQUAL = split(130, 10)
-# Of two parameters only this one has many independent draws in so few steps.
-LANGEVIN = optax_smile.sgld(5e-4, num_data=NUM_DATA, key=0)
-LONG: dict[str, Any] = {"sampler": LANGEVIN, "num_warmup": 200, "thin": 20}
+LONG: dict[str, Any] = {"num_warmup": 200, "thin": 20}
 
 
 class TestSizes:
@@ -85,16 +84,16 @@ class TestSizes:
             pytest.raises(OSError, match="now"),
             runs.watching(lambda *_: _raise()),
         ):
-            sample(UNEQUAL, num_warmup=0, thin=1)
+            sample(UNEQUAL, STUB, num_warmup=0, thin=1)
         (finding,) = check(UNEQUAL).findings
         assert finding.kind == "batch sizes" and finding.value == (10, 130)
 
     def test_a_stream_tells_once_when_the_size_changes(self):
         rows = UNEQUAL * 200
         with pytest.warns(UserWarning, match="sizes: 1 of 130 and 1 of 10") as seen:
-            sample(iter(rows), num_warmup=0, num_draws=4, steps_per_dispatch=2)
+            sample(iter(rows), STUB, num_warmup=0, num_draws=4, steps_per_dispatch=2)
         assert len(seen) == 1
-        sample(iter(rows), num_warmup=0, num_draws=4, check=False)
+        sample(iter(rows), STUB, num_warmup=0, num_draws=4, check=False)
 
     def test_what_is_no_number_of_examples_does_not_count(self):
         """Scalars, graphs whose arrays disagree, and the axis of the chains."""
@@ -129,9 +128,8 @@ class TestFinite:
             summary = diagnostics.summary(draws)
         advice = {finding.kind: finding.advice for finding in summary.findings}
         assert "are all batches finite" in advice["not finite"] and "diverged" not in advice
-        assert not ("a larger `angle" in str(summary) and "a smaller `angle" in str(summary))
         finding = found(check(broken))["non-finite gradients"]
-        assert "batches [3]" in finding.text and not check(EQUAL).findings
+        assert "batches [3]" in finding.text
 
     def test_gradients_have_to_be_at_the_start(self):
         def loss(w, batch):
@@ -143,37 +141,34 @@ class TestFinite:
         )
         start = jnp.ones((2, SIZE)) + jnp.arange(2)[:, None]
         steps: dict[str, Any] = {"num_warmup": 5, "num_draws": 2, "key": 0, "progress": False}
-        for sampler in (SAMPLER, optax.adam(1e-3)):
-            with warnings.catch_warnings(), pytest.raises(ValueError, match=rule):
-                warnings.filterwarnings("ignore", message=".*is an optimizer")
-                optax_smile.sample(loss, start, EQUAL, sampler, **steps)
+        with pytest.raises(ValueError, match=rule):
+            optax_smile.sample(loss, start, EQUAL, STUB, **steps)
 
     def test_an_empty_batch_ends_the_run_and_is_named(self):
         empty = EQUAL[0][0][:0], EQUAL[0][1][:0]
         with pytest.raises(
             ValueError, match=r"batches=...\)` must be .*got batches\[2\], which is empty"
         ):
-            sample([*EQUAL[:2], empty])
+            sample([*EQUAL[:2], empty], STUB)
         rows = [*EQUAL, *EQUAL, empty]
-        given: dict[str, Any] = {"num_warmup": 2, "thin": 1}
+        given: dict[str, Any] = {"sampler": STUB, "num_warmup": 2, "thin": 1}
         early = r"ended early with 12 of 60 draws per chain: batch 15 of pass 1 is empty\."
         with pytest.warns(UserWarning, match=early):
             draws = sample(iter(rows), **given)
         assert draws.num_draws == 12
         with pytest.raises(ValueError, match="got one whose batch 15 of pass 1 is empty"):
-            sample(iter(rows))
+            sample(iter(rows), STUB)
         for bad, reason in (
             (
                 None,
                 r"has the structure PyTreeDef\(None\), not PyTreeDef\(\(\*, \*\)\) as the first",
             ),
-            (EQUAL[0][:1], r"has the structure PyTreeDef\(\(\*,\)\), not"),
             ((np.array([None] * 4), EQUAL[0][1]), "has an array of dtype object"),
         ):
             with pytest.warns(UserWarning, match=f"12 of 60 .*: batch 15 of pass 1 {reason}"):
                 assert sample(iter([*rows[:-1], bad]), **given).num_draws == 12
             with pytest.raises(ValueError, match=rf"batches\[7\], which {reason}"):
-                sample([*EQUAL, bad])
+                sample([*EQUAL, bad], STUB)
         # A batch on which the loss fails, by its shapes; the draws before it are kept.
         narrow = EQUAL[0][0][:, :1], EQUAL[0][1]
         for stream in (iter([*rows[:-1], narrow]), [*rows[:-1], narrow]):
@@ -195,15 +190,14 @@ def tokens(dtype: Any = np.int32) -> list[Any]:
 
 
 class TestCount:
-    @pytest.mark.parametrize("number", [1_400, 60_000])
-    def test_of_far_more_than_there_are_is_told(self, number):
-        wrong = optax_smile.sgld(1e-6, num_data=number, key=0)
-        message = f"`sample`: num_data={number:g}, but the batches have 140 examples."
+    def test_of_far_more_than_there_are_is_told(self):
+        wrong = optax_smile.sgld(1e-6, num_data=1_400, key=0)
+        message = "`sample`: num_data=1400, but the batches have 140 examples."
         with pytest.warns(UserWarning, match=re.escape(message)):
             sample(EQUAL, wrong, num_warmup=0, num_draws=1)
         assert found(check(EQUAL, wrong)).keys() == {"num_data"}
-        # Of one batch, or another iterable, the number of examples is not known.
-        assert not check(EQUAL[0], wrong).findings and not check(iter(EQUAL), wrong).findings
+        # Of one batch the number of examples is not known.
+        assert not check(EQUAL[0], wrong).findings
         assert found(check(EQUAL[0], wrong, num_data=140)).keys() == {"num_data"}
 
     def test_is_of_tokens_or_different_examples(self):
@@ -244,19 +238,16 @@ def harmless() -> dict[str, Any]:
         "tuple": tuple(EQUAL),
         "shuffled": shuffled,
         "several passes": EQUAL + shuffled,
-        "iterator": iter(EQUAL * 8),
         "full batch": [data()],
-        "JAX arrays": jax.tree.map(jnp.asarray, EQUAL),
         "nearly equal": split(*[21] * 6, 14)[:6] + [(x[:20], y[:20])],
         "dropped": EQUAL[:6],
+        "sequences": [np.ones((20, length), int) for length in (5, 6)],
+        "one array": [x[:70], x[70:]],
         "one device": [jax.device_put(batch) for batch in EQUAL],
         "loader": Loader(EQUAL),
         "float16": [(x.astype(np.float16), y) for x, y in EQUAL],
-        "sequences": [np.ones((20, length), int) for length in (5, 6)],
-        "one array": [x[:70], x[70:]],
         "tensors": Loader([tuple(map(Tensor, batch)) for batch in EQUAL]),
         "list of tensors": [tuple(map(Tensor, batch)) for batch in EQUAL],
-        "the same memory": runs.Reused(EQUAL),
         "byte order": [(x.astype(">f4"), y.astype(">f8")) for x, y in EQUAL],
     }
 
@@ -287,14 +278,14 @@ class Loader:
 @pytest.mark.parametrize("name", harmless())
 def test_of_harmless_data_nothing_is_told(name):
     """Warnings are errors."""
-    if name in ("sequences", "one array"):
-        given = {"num_data": 40, "per_chain": False, "warns": True}
-        _checks.check_list("sample", harmless()[name], **given)
-        return
-    sample(harmless()[name], num_warmup=2, num_draws=6, thin=4)
-    # A tuple is a batch.
     batches = harmless()[name]
-    assert not check([*batches] if name == "tuple" else batches).findings
+    if isinstance(batches, list | tuple):
+        given = {"num_data": 40 if name in ("sequences", "one array") else NUM_DATA}
+        _checks.check_list("sample", batches, **given, per_chain=False, warns=True)
+    if name in ("tuple", "loader", "float16", "list of tensors", "byte order"):
+        sample(batches, num_warmup=2, num_draws=6, thin=4)
+    if name in ("list", "loader", "tensors"):
+        assert not check(batches).findings
 
 
 NOT_NUMERIC: dict[str, Any] = {
@@ -320,20 +311,19 @@ def test_what_is_no_number_is_named():
     def select(validation):
         given: Any = {"likelihood": "gaussian", "num_warmup": 0, "num_draws": 1, "key": 0}
         start, outputs = jnp.ones((2, SIZE)), lambda w, x: (x @ w, 0.0)
-        candidates = {"psmile": SAMPLER}
-        optax_smile.select(mean_loss, start, EQUAL, candidates, outputs, validation, **given)
+        optax_smile.select(mean_loss, start, EQUAL, {"a": STUB}, outputs, validation, **given)
 
     for got, wrong in NOT_NUMERIC.items():
         bad = EQUAL[0][0], wrong
         for argument, call in {
-            r"sample\(batches": lambda bad=bad: sample([bad]),
+            r"sample\(batches": lambda bad=bad: sample([bad], STUB),
             r"check\(batch": lambda bad=bad: check([EQUAL[0], bad]),
             r"check\(batch=": lambda bad=bad: check(bad),
         }.items():
             with pytest.raises(ValueError, match=f"^`{argument}.* {got}"):
                 call()
     for argument, call in {
-        r"sample\(batches": lambda: sample(Loader([bad])),
+        r"sample\(batches": lambda: sample(Loader([bad]), STUB),
         r"warmstart\(batches": lambda: warmstart([bad]),
         r"warmstart\(validation": lambda: warmstart(EQUAL, validation=bad),
         r"select\(validation": lambda: select(bad),
@@ -342,18 +332,14 @@ def test_what_is_no_number_is_named():
             call()
 
 
-FACTORIES = {
-    "psmile": SAMPLER,
-    "sgld": optax_smile.sgld(1e-6, num_data=NUM_DATA, key=0),
-    "two gradients": optax_smile.psmile(0.02, num_data=NUM_DATA, integrator="minimal_norm", key=0),
-}
+TWO = optax_smile.psmile(0.02, num_data=NUM_DATA, integrator="minimal_norm", key=0)
 
 
-@pytest.mark.parametrize("name", FACTORIES)
-def test_parameters_that_are_not_finite_are_no_draw(name):
+@pytest.mark.parametrize("sampler", [SAMPLER, TWO], ids=["sgld", "two gradients"])
+def test_parameters_that_are_not_finite_are_no_draw(sampler):
     """Unless they are not known, in a compiled function, or none of the sampler's."""
     start: Any = {"w": jnp.ones(SIZE), "other": jnp.full(2, jnp.nan)}
-    parts: Any = {"on": FACTORIES[name], "off": optax.set_to_zero()}
+    parts: Any = {"on": sampler, "off": optax.set_to_zero()}
     tx = optax.partition(parts, {"w": "on", "other": "off"})
     updates, state = jax.jit(tx.update)(start, tx.init(start), start)
     params: Any = optax.apply_updates(start, updates)
@@ -366,10 +352,9 @@ def test_parameters_that_are_not_finite_are_no_draw(name):
 
 class TestCheck:
     def test_finds_batches_that_always_get_the_same_weight(self):
-        two = FACTORIES["two gradients"]
-        assert found(check(EQUAL[:6], two)).keys() == {"two gradients"}
-        for batches, sampler in ((EQUAL, two), (EQUAL[0], two), (iter(EQUAL[:6]), two)):
-            assert not check(batches, sampler).findings
+        assert found(check(EQUAL[:6], TWO)).keys() == {"two gradients"}
+        for batches in (EQUAL, iter(EQUAL[:6])):
+            assert not check(batches, TWO).findings
         assert not check(EQUAL[:6]).findings
 
     def test_finds_what_surrounds_the_sampler_and_says_it(self):
@@ -382,9 +367,8 @@ class TestCheck:
         for text in ("looks like a sum", "multiplied by -0.001", "Remove what comes before"):
             assert text in str(report)
         assert str(report).endswith("\n2 of 10 tests found a mistake.") and repr(report)
-        for late in (optax.scale(-1.0), optax.scale_by_schedule(lambda count: 0.5)):
-            finding = found(check(EQUAL, optax.chain(SAMPLER, late)))["after the sampler"]
-            assert finding.advice.startswith("Remove what comes after the sampler")
+        finding = found(check(EQUAL, optax.chain(SAMPLER, optax.scale(-1.0))))["after the sampler"]
+        assert finding.advice.startswith("Remove what comes after the sampler")
         assert "0 of 12 tests found a mistake." in str(check(EQUAL))
 
     def test_finds_chains_that_share_a_key(self):
@@ -395,15 +379,3 @@ class TestCheck:
         assert finding.kind == "random numbers" and finding.chains == (1, 2)
         own = optax_smile.parallel.init(SAMPLER, params, key=1)
         assert not run(state=own).findings
-
-    def test_refuses_what_it_cannot_check(self):
-        for batch, tx, message in (
-            ([], SAMPLER, r"check\(batch=...\)` must be .* at least one batch"),
-            (
-                EQUAL,
-                optax.adam(1e-3),
-                r"check\(sampler=...\)` must be a transformation that contains an",
-            ),
-        ):
-            with pytest.raises(ValueError, match=message):
-                check(batch, tx)

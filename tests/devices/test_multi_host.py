@@ -124,7 +124,7 @@ def reference(tmp_path_factory):
     return draws
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_to_one_process_ends_both_in_order(tmp_path, reference):
     """And the two give the draws of one process bit for bit."""
     run = tmp_path / "run"
@@ -139,8 +139,10 @@ def test_a_signal_to_one_process_ends_both_in_order(tmp_path, reference):
     assert_same_bits(finish(run, tmp_path), reference)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["all", "one"])
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param("all", marks=pytest.mark.nightly), pytest.param("one", marks=pytest.mark.slow)],
+)
 def test_processes_leave_a_loop_together_or_are_told(tmp_path, way):
     with pair(tmp_path, tmp_path, way) as processes:
         codes = [process.wait(PATIENCE) for process in processes]

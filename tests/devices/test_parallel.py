@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
-from runs import as_read
+from runs import as_read, stub
 
 import optax_smile
 from optax_smile import _tree, parallel
@@ -128,19 +128,17 @@ def assert_spread(shardings, mesh, specs):
         assert sharding.is_equivalent_to(NamedSharding(mesh, spec), len(shape)), shape
 
 
-@pytest.mark.parametrize("name", ["adamw", "clipped psmile"])
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
-def test_state_is_spread_over_the_chains(name, axis_type):
-    mesh, optimizer = make_mesh((4, 2), axis_type), OPTIMIZERS[name]()
+def test_state_is_spread_over_the_chains(axis_type):
+    mesh, optimizer = make_mesh((4, 2), axis_type), OPTIMIZERS["clipped psmile"]()
     params, state = begin(optimizer, mesh, SPECS)
     assert_spread(shardings_of((params, state)), mesh, SPECS)
     shapes = {shape[1:] for shape, _ in shardings_of(state)}
     assert {(), *SHAPES.values()} <= shapes, "scalars, and arrays like each parameter"
     chex.assert_trees_all_equal(bare(params), start())
     plain = jax.vmap(optimizer.init)(start())
-    if optax.tree.get(plain, "key") is not None:
-        keys = jax.random.key_data(jax.random.split(jax.random.key(3), 8))
-        plain = optax.tree.set(plain, key=keys)
+    keys = jax.random.key_data(jax.random.split(jax.random.key(3), 8))
+    plain = optax.tree.set(plain, key=keys)
     chex.assert_trees_all_equal(bare(state), bare(plain))
 
 
@@ -182,18 +180,11 @@ def test_a_mesh_changes_nothing_but_the_place():
         ("adamw", (8, 1), AUTO, False),
         ("adamw", (2, 4), AUTO, False),
         ("adamw", (4, 2), AUTO, True),
-        ("adamw", (4, 2), EXPLICIT, True),
-        ("clipped psmile", (8, 1), AUTO, False),
         ("clipped psmile", (4, 2), EXPLICIT, True),
     ):
         assert_as_on_one_device(name, make_mesh(shape, axis_type), is_sharded)
     # More chains than devices, and batches of their own.
-    for shape, per_chain in (((8,), False), ((4, 2), True)):
-        assert_as_on_one_device("adamw", make_mesh(shape), chains=16, per_chain=per_chain)
-    shared, own = run("adamw", chains=16).carry, run("adamw", chains=16, per_chain=True).carry
-    assert np.abs(shared[0]["in"] - own[0]["in"]).max() > 0.01
-    with jax.set_mesh(mesh := make_mesh((4, 2), EXPLICIT)):
-        assert_close(run.__wrapped__("adamw", mesh).carry, run("adamw").carry)
+    assert_as_on_one_device("adamw", make_mesh((4, 2)), chains=16, per_chain=True)
     # XLA writes groups of devices either as rows of all of them or one by one.
     text, written = run("adamw", make_mesh((2, 4))).text, {"[2,4]<=[8]", "[[0,1,2,3],[4,5,6,7]]"}
     groups = re.findall(r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|.*?\])[, ]", text)
@@ -208,14 +199,13 @@ def test_sample_draws_directions_on_both_kinds_of_axes():
         drawn = _tree.normal_like(jax.random.key(0), params)
         chex.assert_trees_all_equal(bare(drawn), bare(expected))
         jax.tree.map(jnp.add, params, drawn)
-        steps: dict[str, Any] = {"num_warmup": 2, "num_draws": 1, "key": 0, "progress": False}
-        sampler = optax_smile.psmile(num_data=16, key=0)
-        optax_smile.sample(mean_loss, start(4), [batch_of(0)], sampler, mesh=mesh, **steps)
+    steps: dict[str, Any] = {"num_warmup": 2, "num_draws": 1, "key": 0, "progress": False}
+    sampler = optax_smile.sgld(1e-5, num_data=16, key=0)
+    optax_smile.sample(mean_loss, start(4), [batch_of(0)], sampler, mesh=mesh, **steps)
 
 
-@pytest.mark.parametrize("specs", [None, SPECS], ids=["one device", "4x2"])
-def test_one_compilation_donation_and_the_parameters_of_the_user(specs, caplog):
-    mesh = None if specs is None else make_mesh((4, 2), EXPLICIT)
+def test_one_compilation_donation_and_the_parameters_of_the_user(caplog):
+    mesh, specs = make_mesh((4, 2), EXPLICIT), SPECS
     traced = itertools.count()
 
     def counted(params, batch):
@@ -279,16 +269,9 @@ def batches(chains=None):
 def draw(mesh=None, specs=None, loss_fn=None, **arguments) -> Any:
     defaults: dict[str, Any] = {"num_warmup": 4, "num_draws": 3, "thin": 4, "key": 0}
     defaults |= {"progress": False, "batches": batches(), "mesh": mesh, "specs": specs}
-    defaults["sampler"] = optax_smile.smile(0.02, num_data=NUM_DATA, decoherence_length=None)
+    defaults["sampler"] = stub(noise=0.1)
     loss_fn = loss_fn or loss_for(mesh, specs)
     return optax_smile.sample(loss_fn, start(), **defaults | arguments)
-
-
-@pytest.mark.filterwarnings("ignore:`sample`. `sampler` is an optimizer")
-def test_an_optimizer_on_a_mesh(tmp_path):
-    options: dict[str, Any] = {"sampler": optax.adamw(1e-2), "loss_fn": gathering_loss}
-    got = draw(make_mesh((4, 2), EXPLICIT), SPECS, directory=tmp_path, **options)
-    assert_close(got.params, draw(sampler=optax.adamw(1e-2)).params)
 
 
 def test_sample_on_a_mesh(tmp_path):
@@ -319,17 +302,10 @@ def test_sample_with_auxiliary_state_random_losses_and_batches_of_their_own():
 
 
 def test_a_run_goes_on_on_another_mesh(tmp_path):
-    for mesh, number in ((make_mesh((8, 1)), 1), (make_mesh((4, 2)), 2), (None, 3)):
+    for mesh, number in ((make_mesh((4, 2)), 2), (None, 3)):
         got = draw(mesh, directory=tmp_path, num_draws=number)
         assert got.num_draws == number
     assert_close(got.params, draw().params)
-
-
-@pytest.mark.slow
-def test_a_summed_loss_is_warned_of():
-    short: dict[str, Any] = {"num_warmup": 0, "num_draws": 1, "thin": 1}
-    with pytest.warns(UserWarning, match=r" 1\.000 times.* looks like a sum"):
-        draw(make_mesh((2, 4)), loss_fn=lambda p, b: len(b[0]) * mean_loss(p, b), **short)
 
 
 def train(mesh=None, specs=None, **arguments) -> Any:

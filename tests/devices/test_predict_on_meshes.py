@@ -52,8 +52,6 @@ def assert_average(got, probabilities):
     ("shape", "kind", "per", "axis"),
     [
         ((8, 1), EXPLICIT, "draw", None),
-        ((4, 2), EXPLICIT, "chain", None),
-        ((1, 4), AUTO, "draw", "data"),
         ((2, 2, 2), AUTO, "chain", "model"),
         ((2, 2, 2), EXPLICIT, None, "model"),
     ],

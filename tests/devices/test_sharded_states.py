@@ -44,10 +44,9 @@ def shard(axis_type):
     return mesh, jax.device_put(PARAMS, shardings)
 
 
-@pytest.mark.parametrize("case", ["sghmc", "psmile, rich"])
-def test_state_is_sharded_like_the_parameters(case):
+def test_state_is_sharded_like_the_parameters():
     mesh, params = shard(AxisType.Auto)
-    tx = make(case)
+    tx = make("psmile, rich")
     step = functools.partial(advance, tx)
     with jax.disable_jit():
         expected = run(step, PARAMS, tx.init(PARAMS), range(7))
@@ -60,9 +59,8 @@ def test_state_is_sharded_like_the_parameters(case):
     assert_close((after, state), as_read((expected[0], expected[1]), (after, state)))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_automatic_temperature_counts_the_parameters_of_all_devices(axis_type):
-    mesh, params = shard(axis_type)
+def test_automatic_temperature_counts_the_parameters_of_all_devices():
+    mesh, params = shard(AxisType.Explicit)
     tx = optax_smile.psmile(num_data=60, temperature="auto", excess=0.01, key=0)
     with (
         jax.set_mesh(mesh),
@@ -109,7 +107,7 @@ def test_sums_and_noise_across_devices(kind):
     assert moved["w"].sharding.is_equivalent_to(placed["w"].sharding, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_three_hundred_sharded_leaves_take_three_collectives():
     """Sharded along either axis; the compiler joins no more than 256 sums that cross devices."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -133,10 +131,9 @@ def test_three_hundred_sharded_leaves_take_three_collectives():
     assert 1 <= len(re.findall(COLLECTIVES, text)) <= 3
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_tracked_parameters_are_sharded_and_no_others_needed(axis_type):
+def test_tracked_parameters_are_sharded_and_no_others_needed():
     """Also where `update` compiles itself."""
-    mesh, params = shard(axis_type)
+    mesh, params = shard(AxisType.Explicit)
     tx = make("sghmc", track_params=True)
     expected = tx.update(PARAMS, tx.init(PARAMS))
     with jax.set_mesh(mesh):
