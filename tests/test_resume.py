@@ -348,11 +348,11 @@ def test_a_full_disk_names_the_file_and_room_lets_it_go_on(tmp_path):
 
 def test_a_directory_in_use_is_refused_until_its_process_ends(copied, whole):
     hold = "import fcntl, sys; file = open(sys.argv[1], 'a+'); fcntl.flock(file, fcntl.LOCK_EX);"
-    hold += "file.truncate(0); file.write('4711'); file.flush(); print('held', flush=True); input()"
+    hold += "print('held', flush=True); input()"
     command = [sys.executable, "-c", hold, str(copied / ".lock-0")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        rule = r"must be used by no other live run, got .*, which process 4711 is using"
+        rule = r"must be used by no other live run, got .*, which another run is using"
         before = content_of(copied)
         with pytest.raises(ValueError, match=rule):
             run(copied)
@@ -365,7 +365,7 @@ def test_a_run_holds_its_directory_and_lets_go_of_it(tmp_path):
     refused = []
 
     def second(step, stats):
-        with pytest.raises(ValueError, match=f"which process {os.getpid()} is using"):
+        with pytest.raises(ValueError, match="which another run is using"):
             run(tmp_path)
         refused.append(step)
 
@@ -420,13 +420,6 @@ def test_a_checkpoint_waits_for_the_draws_before_it(tmp_path, monkeypatch):
     run(tmp_path, checkpoint_minutes=0)
     assert max(kept for _, kept in counted) == DRAWS
     assert all(on_disk >= kept for on_disk, kept in counted)
-
-
-def test_keys_that_no_file_can_hold_are_refused(tmp_path):
-    params = {**start(), "\udcff": jnp.zeros(CHAINS)}
-    with pytest.raises(optax_smile.ArgumentError, match=r"`sample\(params=.* Unicode, got .*udcff"):
-        run(tmp_path, params=params, check=False)
-    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -213,16 +213,11 @@ def test_links_and_devices_in_a_directory_are_refused(runs, tmp_path, kind):
 
 def test_files_of_others_in_a_directory_are_left_alone(runs, tmp_path):
     others = ["draw-final.safetensors", "draw-notes.txt", ".mine.json.bak", "start.safetensors"]
-    others += ["checkpoint-7.safetensors", "checkpoint-0000000001.ckpt"]
+    others += ["checkpoint-7.safetensors", "checkpoint-0000000001.ckpt", ".lock-0"]
     for name in others:
         (tmp_path / name).write_text("mine")
     assert_same(draw(tmp_path).params, runs.memory.params)
     assert all((tmp_path / name).read_text() == "mine" for name in others)
-    (tmp_path / ".lock-0").write_text("my text")
-    rule = r"`sample\(directory=...\)` must be .*lock-0: it is the file of another"
-    with pytest.raises(ValueError, match=rule):
-        draw(tmp_path)
-    assert (tmp_path / ".lock-0").read_text() == "my text"
 
 
 def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -189,10 +189,7 @@ class Chains:
             if self.like.key is None:
                 _checks.warn_of_sum(where, self.losses, batch, self.per_chain, self.mesh)
             num_data = (self.settings or {}).get("num_data")
-            count = _checks.at_least(batch, num_data, self.per_chain)
-            _checks.warn_if_failed(where, count)
-            _checks.warn_if_failed(where, self.check_rise(batch))
-            for check in self.check_program(batch):
+            for check in (_checks.at_least(batch, num_data, self.per_chain), *self.tests(batch)):
                 _checks.warn_if_failed(where, check)
 
     def _check_different(self):
@@ -210,17 +207,14 @@ class Chains:
             )
             _check.fail("sample", "params", rule, f"copies in the chains {copies}", advice)
 
-    def check_rise(self, batch: Batch) -> Check | None:
-        """Find a posterior whose draws are far worse than the start, see `_checks.rise`."""
-        start = _tree.local(self.losses(batch))
-        return _checks.rise(self.losses, batch, self.tree.params, start, self.settings)
-
-    def check_program(self, batch: Batch) -> list[Check]:
-        """Make the tests of `_checks.check_program`, which sharded parameters do not allow."""
-        if self.mesh is not None or not _settings.are_posterior(self.settings):
-            return []
-        given = self.loss, self.tree, self.losses, batch, self.per_chain
-        return [*_checks.check_program(*given)]
+    def tests(self, batch: Batch) -> Iterator[Check]:
+        """Make the tests of the posterior and, unless parameters are sharded, of the program."""
+        start, params = _tree.local(self.losses(batch)), self.tree.params
+        if found := _checks.rise(self.losses, batch, params, start, self.settings):
+            yield found
+        if self.mesh is None and _settings.are_posterior(self.settings):
+            given = self.loss, self.tree, self.losses, batch, self.per_chain
+            yield from _checks.check_program(*given)
 
     def advance(self, batches: list[Batch]):
         """Make an update with each batch; those of several steps in one call if shapes agree."""

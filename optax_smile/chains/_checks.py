@@ -65,22 +65,24 @@ NONFINITE = (
     " finite, and the gradients of the loss on them?"
 )
 
-# What `_program.read` finds: the kind of the check, its text and advice.
-PENALTY = (
-    "penalty",
-    "`loss_fn` {} a term of the parameters alone, like weight decay or a prior.",
-    "Leave it out: the loss is multiplied by num_data, and the prior of the sampler replaces it.",
-)
-LOGITS = (
-    "logits",
-    "`loss_fn` {} a softmax or sigmoid to probabilities.",
-    "Pass logits: leave the softmax or sigmoid out of the model.",
-)
-PAIRS = (
-    "pairs",
-    "`loss_fn` {} each example with its own target.",
-    "Arrays of shapes (n, 1) and (n,) broadcast to (n, n): give outputs and targets one shape.",
-)
+# What `_program.read` finds: the text of the check, its verbs if it fails or passes, and advice.
+PROGRAM = {
+    "penalty": (
+        "`loss_fn` {} a term of the parameters alone, like weight decay or a prior.",
+        ("has", "does not have"),
+        "Leave it out: the loss is multiplied by num_data, and the sampler's prior replaces it.",
+    ),
+    "logits": (
+        "`loss_fn` {} a softmax or sigmoid to probabilities.",
+        ("applies", "does not apply"),
+        "Pass logits: leave the softmax or sigmoid out of the model.",
+    ),
+    "pairs": (
+        "`loss_fn` {} each example with its own target.",
+        ("does not compare", "compares"),
+        "Arrays of shapes (n, 1) and (n,) broadcast to (n, n): give outputs and targets one shape.",
+    ),
+}
 # Relative rounding errors of a mean loss.
 LOSS_ROUNDING = 1e-5
 # Angle by which the change of the gradients turns the momentum in a step of `angle_tuner`, and the
@@ -288,7 +290,7 @@ def check_program(
     batch: Batch,
     per_chain: bool,
 ) -> Iterator[Check]:
-    """Find what is wrong in the program of a loss, see `_program.Found`."""
+    """Find what is wrong in the program of a loss, see `_program.read`."""
     key = None if chains.key is None else jax.random.clone(chains.key)
     params, *others = jax.tree.map(lambda x: x[0], (chains.params, chains.aux, key))
     others.append(jax.tree.map(lambda x: x[0], batch) if per_chain else batch)
@@ -298,13 +300,11 @@ def check_program(
     except Exception:
         # A program that cannot be read tells nothing, and must not end a run.
         return
-    pairs = found.has_pairs and _loses_pairs(losses, batch, chains.params, per_chain)
-    for (kind, text, advice), fails, verbs in (
-        (PENALTY, found.has_penalty, ("has", "does not have")),
-        (LOGITS, found.takes_probabilities, ("applies", "does not apply")),
-        (PAIRS, pairs, ("does not compare", "compares")),
-    ):
-        yield judge(kind, (float(fails),), 0.0, not fails, text.format(verbs[not fails]), advice)
+    if "pairs" in found and not _loses_pairs(losses, batch, chains.params, per_chain):
+        found.remove("pairs")
+    for kind, (text, verbs, advice) in PROGRAM.items():
+        passed = kind not in found
+        yield judge(kind, (float(not passed),), 0.0, passed, text.format(verbs[passed]), advice)
 
 
 def _loses_pairs(
@@ -634,18 +634,17 @@ def _compare(past: Gradients, received: jax.Array, accepted: jax.Array) -> Gradi
     )
 
 
-def check_first_gradients(where: str, seen: Gradients):
-    """Require finite gradients at the start; otherwise a chain would never leave it."""
+def check_gradients(where: str, seen: Gradients, are_compared: bool):
+    """Require finite gradients at the start, and that a sampler receives them.
+
+    Otherwise a chain would never leave its start. A clip of the norm may shorten gradients.
+    """
     lost = np.flatnonzero(~seen.starts_finite).tolist()
     if lost:
         rule = "a start at which the gradients of every chain are finite"
         advice = f"{NOT_FINITE} A loss may be finite where its gradient is not."
         _check.fail(where, "params", rule, f"nan or inf in the chains {lost}", advice)
-
-
-def check_received(where: str, seen: Gradients):
-    """Require gradients that reach the sampler unchanged, or shortened by a clip of their norm."""
-    if how := changed(seen):
+    if are_compared and (how := changed(seen)):
         rule = "a chain in which the sampler receives the gradients of the loss"
         _check.fail(where, "sampler", rule, f"gradients {how}", BEFORE)
 
@@ -667,10 +666,9 @@ def changed(seen: Gradients) -> str:
         if not np.any(varies):
             return ""
         low, high = float(np.min(lows[varies])), float(np.max(highs[varies]))
-    if low != high and high >= (1 + CONSTANT) * low:
+    if low < high and high >= (1 + CONSTANT) * low:
         return f"multiplied by numbers from {low:.3g} to {high:.3g}"
-    by = f"{low:.3g}" if abs(low - 1) > CONSTANT else "a number other than 1"
-    return f"multiplied by {by}"
+    return f"multiplied by {low:.6g}"
 
 
 def check_clips(seen: Gradients) -> Check:

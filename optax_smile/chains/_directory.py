@@ -26,8 +26,6 @@ from optax_smile.state import STATE_FORMAT
 KEPT = 2
 # Version of the files and of the states of samplers in them.
 FORMATS = [_format.FORMAT, STATE_FORMAT]
-# Digits of the number of a process.
-LONGEST_NUMBER = 20
 # Names a checkpoint that cannot be read.
 _reading = partial(
     _disk.naming,
@@ -188,7 +186,6 @@ class DirectoryRun(Checkpoints):
         closing: contextlib.ExitStack,
     ):
         _disk.import_safetensors()
-        check_names("sample", "params", start)
         for path, leaf in jax.tree_util.tree_leaves_with_path(start):
             if not _format.fits(leaf, dtype, tiny=0):
                 rule = "a precision that holds the start, or None"
@@ -225,14 +222,13 @@ class DirectoryRun(Checkpoints):
         before = None
         if newest is not None or os.path.lexists(self.directory / _format.MANIFEST):
             before = _format.read_manifest("sample", self.directory)
-        rule = ""
+        rule, got = "", f"{self.directory} with a run"
         if not resume and (has_draws or newest is not None):
-            rule, got = "without draws, since `resume` is False", "a run"
+            rule = "a directory without draws, since `resume` is False"
         elif newest is None and has_draws:
-            rule, got = "with a checkpoint to resume from, or none", "draws but no checkpoint"
+            rule, got = "a directory with a checkpoint to resume from", f"{got} that has none"
         if rule:
-            got, advice = f"{self.directory} with {got}", "Choose another, or remove it."
-            _check.fail("sample", "directory", f"a directory {rule}", got, advice)
+            _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
         if before is None or not (newest or has_draws):
             return False
         check_run("sample", self.directory, before, self.manifest)
@@ -289,14 +285,6 @@ def how_to_resume(directory: object) -> str:
     return f"A checkpoint is in {directory}: repeat the call to resume."
 
 
-def check_names(where: str, argument: str, tree: Tree):
-    """Require keys of a tree that can be written to a file."""
-    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
-        name = _tree.name(map(_tree.entry, path))
-        if any("\ud800" <= letter <= "\udfff" for letter in name):
-            _check.fail(where, argument, "a tree whose keys are valid Unicode", ascii(name))
-
-
 def named(tree: Tree) -> dict[str, jax.Array]:
     """Name the leaves of a tree, keys as integers."""
 
@@ -315,10 +303,8 @@ def lock(where: str, directory: Path) -> Iterator[None]:
         path = directory / f".lock-{jax.process_index()}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            # Nothing is written to it: another program's file may have this name.
             file = closing.enter_context(_disk.open_file(path, os.O_RDWR | os.O_CREAT))
-            # The number of a process; another file may have this name.
-            if not (held := file.read(LONGEST_NUMBER + 1)).isdigit() and held:
-                raise OSError("it is the file of another program")
         except OSError as error:
             got = f"{directory} ({error.strerror or f'{path.name}: {error}'})"
             advice = "`load_snapshots` reads the draws of a directory that is read-only."
@@ -329,14 +315,10 @@ def lock(where: str, directory: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                got = f"{directory}, which process {held.decode()} is using"
+                got = f"{directory}, which another run is using"
                 _check.fail(where, "directory", "used by no other live run", got)
             # Otherwise a process forked meanwhile, such as to read batches, would keep the lock.
             closing.callback(fcntl.flock, file, fcntl.LOCK_UN)
-            file.seek(0)
-            file.truncate()
-            file.write(str(os.getpid()).encode())
-            file.flush()
         if jax.process_index() == 0:
             _disk.remove_drafts(directory)
         yield
@@ -365,15 +347,12 @@ def check_settings(where: str, directory: Path, before: Json, now: Json):
     """Require the settings of the run in a directory, by argument; functions by their names."""
     theirs = _flat(before)
     for name, mine in _flat(json.loads(json.dumps(now))).items():
-        argument, *inside = name.split(".")
+        argument, _, inside = name.partition(".")
         # Batches may be a list in one call and an iterator in the next.
         if mine != theirs.get(name) and (argument != "batches" or name in theirs):
-            wanted = repr(theirs.get(name))
-            same = "the same" if inside or argument == "key" else wanted
-            rule = f"one with {'.'.join(inside)} = {wanted}" if inside else wanted
-            advice = f"Pass {same}, or choose another directory."
+            rule = f"one with {inside} = " * bool(inside) + repr(theirs.get(name))
             rule = f"{rule}, as in the run in {directory}"
-            _check.fail(where, argument, rule, repr(mine), advice)
+            _check.fail(where, argument, rule, repr(mine), "Or choose another directory.")
 
 
 def _flat(tree: object, prefix: str = "") -> dict[str, object]:

@@ -117,21 +117,8 @@ class Stream:
             _check.fail("sample", "batches", rule, f"batch {self.taken} of pass {self.passes}")
 
 
-def skip_passes(batches: Iterable[Batch], passes: int):
-    """Read batches this many times, unless all passes are known to be equal."""
-    if isinstance(batches, Sequence):
-        return
-    for _ in range(passes):
-        for _ in batches:
-            pass
-
-
 # Signals that end a run in order.
 SIGNALS = "SIGINT", "SIGTERM"
-
-
-class SecondInterrupt(KeyboardInterrupt):
-    """Ctrl-C after a signal that already asked the run to stop."""
 
 
 @contextlib.contextmanager
@@ -142,13 +129,13 @@ def stop_signals() -> Iterator[Callable[[], str | None]]:
 
     Yields:
         A function that returns the name of the signal received, or None. A second Ctrl-C raises
-        `SecondInterrupt` at once.
+        `KeyboardInterrupt` at once.
     """
     received: list[str] = []
 
     def note(number, frame):
         if received and number == signal.SIGINT:
-            raise SecondInterrupt(
+            raise KeyboardInterrupt(
                 "Interrupted twice: stopped at once, without a checkpoint of the last steps."
             )
         received.append(signal.Signals(number).name)

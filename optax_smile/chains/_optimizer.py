@@ -13,8 +13,6 @@ from optax_smile._types import Tree
 from optax_smile._warn import warn
 from optax_smile.state import STATE_FORMAT, Stats, samplers
 
-ANNOUNCEMENT = "`sampler` is an optimizer. Its iterates are checkpoints, not posterior draws."
-
 
 class OptimizerState(NamedTuple):
     """State of an optimizer with the members of a sampler's state, see `state.py`.

@@ -40,33 +40,23 @@ class Mark(NamedTuple):
     form: str = ""
 
 
-class Found(NamedTuple):
-    """What `read` finds in a loss.
-
-    Attributes:
-        has_penalty: whether it adds a term of the parameters alone, like weight decay.
-        takes_probabilities: whether a softmax or a sigmoid is applied to one.
-        has_pairs: whether each example is combined with each other one.
-    """
-
-    has_penalty: bool
-    takes_probabilities: bool
-    has_pairs: bool
-
-
-def read(loss: Callable[..., jax.Array], params: Tree, others: Tree, rows: int | None) -> Found:
+def read(loss: Callable[..., jax.Array], params: Tree, others: Tree, rows: int | None) -> set[str]:
     """Read the program of `loss(params, others)`, where only `others` depends on the batch.
 
-    `rows` is the number of examples.
+    `rows` is the number of examples. Returns what is found: `"penalty"`, a term of the parameters
+    alone, like weight decay; `"logits"`, a softmax or a sigmoid of probabilities; `"pairs"`, a
+    combination of each example with each other one.
     """
     program = jax.make_jaxpr(loss)(params, others)
-    seen, number = {"probability": False, "pairs": False}, len(jax.tree.leaves(params))
+    found, number = set(), len(jax.tree.leaves(params))
 
     def rule(eqn, marks: list[Mark]) -> list[Mark]:
         name, forms = eqn.primitive.name, [mark.form for mark in marks]
         shapes = [getattr(x.aval, "shape", ()) for x in eqn.outvars] or [()]
-        seen["probability"] |= name == "exp" and forms == ["shifted"]
-        seen["pairs"] |= name in SUMS | PRODUCTS and shapes[0][:2] == (rows, rows)
+        if name == "exp" and forms == ["shifted"]:
+            found.add("logits")
+        if name in SUMS | PRODUCTS and shapes[0][:2] == (rows, rows):
+            found.add("pairs")
         return _combine(eqn, name, marks, _form_of(name, forms))
 
     def terms_at(multiple: jax.Array, directions: Tree) -> list[jax.Array]:
@@ -80,8 +70,9 @@ def read(loss: Callable[..., jax.Array], params: Tree, others: Tree, rows: int |
     # A loop, since not every operation has a rule for `vmap`.
     compute = jax.jit(lambda at: jax.lax.map(lambda x: terms_at(x, at), jnp.asarray(MULTIPLES)))
     terms = compute(elsewhere(params))
-    has_penalty = any(_grows(*np.asarray(term, float)) for term in terms)
-    return Found(has_penalty, seen["probability"], seen["pairs"])
+    if any(_grows(*np.asarray(term, float)) for term in terms):
+        found.add("penalty")
+    return found
 
 
 def elsewhere(params: Tree) -> Tree:

@@ -126,9 +126,9 @@ def check(
         params: initial parameters of the loop.
         batch: one batch (an array, a tuple or a dict of arrays), or a list or another iterable of
             batches, of which `check` reads at most 256. More batches make the tests more reliable.
-            For a list of at most 256 batches, the `num_data` of the sampler must be within a factor
-            of 10 of the number of examples in it, or within a factor of 4 of the number of tokens
-            (entries of an integer array `[example, position]`).
+            A list of at most 256 is compared with the `num_data` of the sampler: its examples
+            within a factor of 10, or its tokens (entries of an integer array
+            `[example, position]`) within a factor of 4.
         sampler: the complete transformation of the loop, such as an `optax.chain`.
         num_data: number of terms that the mean loss averages over the whole data set, examples or
             tokens, >= 1. The `num_data` of the sampler must be equal to it. None: not compared.
@@ -227,11 +227,10 @@ def _of_chains(
             got, advice = f"batch {number}, which {reason}", _checks.advice_on_single(batches)
             _check.fail("check", "batch", _checks.USABLE, got, advice)
     if np.all(np.isfinite(losses)):
-        mean = ""
-        if not stochastic:
-            mean = _checks.check_mean(chains.losses, batches[0], False, None)
-        yield from (x for x in (mean, chains.check_rise(batches[0])) if isinstance(x, Check))
-        yield from chains.check_program(batches[0])
+        mean = "" if stochastic else _checks.check_mean(chains.losses, batches[0], False, None)
+        if isinstance(mean, Check):
+            yield mean
+        yield from chains.tests(batches[0])
         if isinstance(mean, Check) and len(batches) == 1:
             # Among gradients of equal length, a factor and a clip look the same.
             rows = (_checks.num_rows(batches[0], False) or 0) // 2
@@ -250,9 +249,8 @@ def _of_chains(
             broken.append(calls)
         calls += 1
     yield from _of_calls(stats, seen, broken)
-    step_size = _checks.check_step_size(chains.settings, chains.tree.state)
-    if step_size is not None:
-        yield step_size
+    if found := _checks.check_step_size(chains.settings, chains.tree.state):
+        yield found
 
 
 def _of_calls(

@@ -23,10 +23,7 @@ from optax_smile.chains import _directory
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 
-REPEAT = (
-    "A loop that goes back to an earlier state must repeat its draws to the bit, with the same"
-    " data, seeds and program. For another fit, choose a new directory or call `init`."
-)
+REPEAT = "Use the same data, seeds and program. For another fit, choose a new directory."
 # Arguments of the samplers that have steps without draws.
 SKIPPING = {"exploration", "adapt_steps"}
 
@@ -42,19 +39,7 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
     """A sampler that sends its draws to the host, made by `recorded`; use it as an optimizer."""
 
     def draws(self) -> Snapshots | StoredSnapshots:
-        """Return the draws since the last call of `init` that has any, once all have arrived.
-
-        Returns:
-            `Snapshots`, as `sample` returns them; with a `directory`, `StoredSnapshots`.
-
-        Raises:
-            ValueError: no draws were recorded, or the loop did not add the updates unchanged.
-            OSError: a draw could not be written.
-
-        Warns:
-            UserWarning: recording ended at call 2**31 - 1, or no check can detect changes of the
-                updates, as the loop does not pass `params` to `update`.
-        """
+        """Return the draws so far, see `recorded`, once all have arrived."""
         jax.effects_barrier()
         return vars(self.init)["recorder"].result()
 
@@ -86,12 +71,17 @@ def recorded(
             must be the same to the bit. From `init` to `draws()` nothing else can record there.
 
     Returns:
-        An Optax transformation with the method `draws`. Several chains need one `vmap` of `init`.
+        An Optax transformation. Several chains need one `vmap` of its `init`, and take their steps
+        together. Its method `draws()` returns the draws since the last `init` that has any, as
+        `sample` does. It cannot tell whether a loop that does not pass `params` to `update` adds
+        the updates unchanged.
 
     Raises:
         ValueError: an argument is out of range. From `init`: there is no sampler, the call is
-            inside `shard_map`, or the folder is in use. From `draws()`: the folder is of another
-            fit, or a draw that was made again differs; JAX raises this in the loop, too.
+            inside `shard_map`, or the folder is in use. From `draws()`: there are none, the loop
+            changed the updates, the folder is of another fit, or a draw that was made again
+            differs; JAX raises the last two in the loop, too.
+        OSError: from `draws()` and in the loop: a draw could not be written.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -114,16 +104,17 @@ def recorded(
         if jax.sharding.get_abstract_mesh().manual_axes:
             rule, got = "called outside of `shard_map`", "a call inside"
             _check.fail("recorded", "init", rule, got, "Use `sample`, which takes a mesh.")
-        with jax.ensure_compile_time_eval():
-            recorder.settings = _settings.of(sampler, jax.eval_shape(lambda x: x, params))
-        recorder.claim()
+        recorder.lock()
         return RecordedState(begun, recorder.begin(params))
 
     def update(updates, before, params=None, **others) -> tuple[optax.Updates, RecordedState]:
         if not isinstance(before, RecordedState):
             rule = "what `init` or `update` of the recorded sampler returned"
             _check.fail("recorded", "state", rule, _check.show(before))
-        recorder.is_blind |= params is None
+        if not recorder.settings:
+            shapes = jax.eval_shape(lambda x: x, updates if params is None else params)
+            with jax.ensure_compile_time_eval():
+                recorder.settings = _settings.of(sampler, shapes) or {}
         updates, after = inner.update(updates, before.sampler, params, **others)
         after = RecordedState(after, before.fit)
         recorder.send(after, None if params is None else optax.apply_updates(params, updates))
@@ -137,43 +128,24 @@ def recorded(
 def _for_all_chains(function: Callable[..., Tree]) -> Callable[..., Tree]:
     """Make a function of one chain from one of arrays `[chain, ...]`, called once under `vmap`.
 
-    `vmap` of a callback would call it once per chain and, in a `cond` whose predicate differs
-    between chains, at every step.
+    `vmap` of a callback would call it once per chain, and at every step also inside a `cond`.
     """
-    whole = custom_vmap(function)
 
-    @whole.def_vmap
-    def rule(size, is_batched, *arguments):
-        def join(x, has_axis):
-            x = x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
-
-        result = whole(*jax.tree.map(join, arguments, tuple(is_batched)))
-        result = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), result)
-        return result, jax.tree.map(lambda _: True, result)
-
+    @custom_vmap
     def of_one(*arguments):
-        result = whole(*jax.tree.map(lambda x: x[None], arguments))
+        result = function(*jax.tree.map(lambda x: x[None], arguments))
         return jax.tree.map(lambda x: x[0], result)
+
+    @of_one.def_vmap
+    def of_all(size, is_batched, *arguments):
+        def join(x, has_axis):
+            return x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
+
+        result = function(*jax.tree.map(join, arguments, tuple(is_batched)))
+        return result, jax.tree.map(lambda _: True, result)
 
     # Compiled once for all eager calls of `update`.
     return jax.jit(of_one)
-
-
-class _Fit:
-    """What the host has of one call of `init`; `start` is None if it was in another process."""
-
-    def __init__(self, start: Tree):
-        self.start = start
-        # By step: what some chains have sent, and whole draws or, in a directory, their files.
-        self.parts: dict[int, dict[int, Tree]] = {}
-        self.draws: dict[int, Tree] = {}
-        self.files: _format.DrawFiles | None = None
-
-    def start_of(self, draw: Tree) -> Tree:
-        """Return the start of all chains of a draw, or the draw."""
-        start = draw if self.start is None else self.start
-        return jax.tree.map(lambda x, y: np.broadcast_to(x, y.shape), start, draw)
 
 
 class _Recorder:
@@ -186,25 +158,29 @@ class _Recorder:
     threads = threading.Lock()
 
     def __init__(self, num_warmup: int, thin: int, directory: Path | None):
-        self.num_warmup, self.thin, self.directory = num_warmup, thin, directory
+        self.num_warmup, self.thin = num_warmup, thin
+        self.directory = None if directory is None else directory.absolute()
         if directory is not None:
             _disk.import_safetensors()
-            self.directory = directory.absolute()
-        self.fits: dict[int, _Fit] = {}
+        self.settings: Options = {}
         self.failure: BaseException | None = None
-        self.settings: Options | None = None
-        self.is_blind = False
         self.locked: contextlib.ExitStack | None = None
+        # Parameters in each call of `init`, and the number of the one that the draws are of.
+        self.starts: dict[int, Tree] = {}
+        self.number = 0
+        # Draws by their step, or in a directory their files.
+        self.draws: dict[int, Tree] = {}
+        self.files: _format.DrawFiles | None = None
         self.begin, self.send = _for_all_chains(self._begin), _for_all_chains(self._send)
 
     def _begin(self, params: Tree) -> jax.Array:
-        """Ask the host for the number of a fit."""
         chains = jax.tree.leaves(params)[0].shape[:1]
 
         def begin(params: Tree) -> np.ndarray:
             with self.threads:
-                self.fits[len(self.fits) + 1] = _Fit(jax.tree.map(np.array, params))
-                return np.full(chains, len(self.fits), np.int32)
+                number = max(self.number, *self.starts, 0) + 1
+                self.starts[number] = jax.tree.map(np.array, params)
+                return np.full(chains, number, np.int32)
 
         return io_callback(begin, jax.ShapeDtypeStruct(chains, jnp.int32), params)
 
@@ -220,130 +196,107 @@ class _Recorder:
 
         def send():
             draw = jax.vmap(state.last_accepted)(after.sampler, params)
-            made = {**stats._asdict(), "step": step}, draw
-            io_callback(self._receive, None, is_tick, after.fit, made)
+            ends = {**stats._asdict(), "step": step}
+            io_callback(self._receive, None, is_tick, after.fit, ends, draw)
 
         jax.lax.cond(jnp.any(is_tick), send, lambda: None)
         return ()
 
     def _receive(self, *sent: Tree):
-        is_tick, fits, made = jax.tree.map(np.array, sent)
         with self.threads:
             try:
                 if self.failure is None:
-                    self._collect(np.flatnonzero(is_tick).tolist(), fits, made)
+                    self._keep(*jax.tree.map(np.array, sent))
             except BaseException as error:
                 self.failure = error
-                self._release()
+                self._unlock()
                 raise
 
-    def _collect(self, chains: list[int], fits: np.ndarray, made: Tree):
-        if len(np.unique(fits)) > 1:
-            rule = "that of one call of `init`, as of `jax.vmap(init)` for several chains"
-            _check.fail("recorded", "state", rule, f"one of the calls {np.unique(fits)}")
-        fit = self.fits.setdefault(int(fits[0]), _Fit(None))
-        for chain in chains:
-            step = int(made[0]["step"][chain])
-            parts = fit.parts.setdefault(step, {})
-            parts[chain] = jax.tree.map(lambda x, at=chain: x[at], made)
-            if len(parts) == len(fits):
-                parts = [x for _, x in sorted(fit.parts.pop(step).items())]
-                with _check.called("recorded", "load_snapshots"):
-                    self._keep(fit, step, *jax.tree.map(lambda *x: np.stack(x), *parts))
-
-    def _keep(self, fit: _Fit, step: int, stats: Tree, params: Tree):
+    def _keep(self, is_tick: np.ndarray, fits: np.ndarray, stats: Tree, params: Tree):
         """Keep a draw of all chains; on disk it is before the loop can write a checkpoint."""
-        if self.directory is not None:
-            self._open(self.directory, fit, params)
-        last, wrong = max(fit.draws, default=step - self.thin), None
-        if (found := fit.draws.get(step)) is not None:
-            if fit.files is not None:
-                found = None, _format.read_chains(found, fit.files.leaves, len(stats["step"]))
-            if not _are_same(found[1], params):
-                wrong = f"another draw at step {step}"
-        elif fit.files is None:
-            fit.draws[step] = stats, params
-        elif last == step - self.thin or last < step and SKIPPING & {*(self.settings or ())}:
-            del stats["step"]
-            fit.draws[step] = fit.files.write(len(fit.draws), step, params, stats)
-        else:
-            wrong = f"the draws of another fit, up to step {last}"
-        if wrong is not None:
+        step, number, own = int(stats["step"][0]), len(fits), int(fits[0])
+        together = np.all(fits == own) and np.all(stats["step"] == step) and is_tick.all()
+        if not together or own < self.number:
+            rule = "that of one call of `init`, the newest, with all chains at the same step"
+            got = f"that of the calls {fits.tolist()}, at the steps {stats['step'].tolist()}"
+            _check.fail("recorded", "state", rule, got)
+        if own > self.number:
+            self.number, self.draws, self.files = own, {}, None
+        files = None if self.directory is None else self._open(self.directory, params)
+        found, last = self.draws.get(step), max(self.draws, default=step - self.thin)
+        if found is not None:
+            kept = found[1] if files is None else _format.read_chains(found, files.leaves, number)
+            pairs = zip(jax.tree.leaves(kept), jax.tree.leaves(params), strict=True)
+            fits_in = all(x.tobytes() == y.tobytes() for x, y in pairs)
+        elif fits_in := files is None:
+            self.draws[step] = stats, params
+        elif fits_in := last == step - self.thin or last < step and SKIPPING & {*self.settings}:
+            self.draws[step] = files.write(len(self.draws), step, params, stats)
+        if not fits_in:
             argument, got = ("directory", self.directory) if self.directory else ("state", "one")
-            rule = "new, or of a loop that repeats its draws"
-            _check.fail("recorded", argument, rule, f"{got} with {wrong}", REPEAT)
+            rule = "new, or of a loop that repeats its draws to the bit"
+            got = f"{got} with other draws, up to step {last}, at step {step}"
+            _check.fail("recorded", argument, rule, got, REPEAT)
 
-    def claim(self):
+    def _open(self, directory: Path, params: Tree) -> _format.DrawFiles:
+        """Begin the directory, or require that it is of this sampler and model."""
+        self.lock()
+        if self.files is None:
+            start = self._start(params)
+            settings = {"num_warmup": self.num_warmup, "thin": self.thin, "sampler": self.settings}
+            manifest = _format.manifest_of(start, None, settings)
+            files = _format.DrawFiles(directory, _format.leaves_of(start))
+            if _format.has_draws(directory) or os.path.lexists(directory / _format.MANIFEST):
+                before = _format.read_manifest("recorded", directory)
+                _directory.check_run("recorded", directory, before, manifest)
+            else:
+                # In this order, so that a kill between them leaves no folder that cannot be used.
+                files.write(_format.START, 0, start, {})
+                _format.write_manifest(directory, manifest)
+            draws = _format.find_draws(directory, manifest)
+            self.draws = {_format.read_header(blocks[0])["step"]: blocks for blocks in draws}
+            self.files = files
+        return self.files
+
+    def _start(self, draw: Tree) -> Tree:
+        """Return the start of all chains; a draw, if `init` was called in another process."""
+        start = self.starts.get(self.number, draw)
+        return jax.tree.map(lambda x, y: np.broadcast_to(x, y.shape), start, draw)
+
+    def lock(self):
         """Lock the directory until `draws`."""
         if self.directory is not None and self.locked is None:
             closing = contextlib.ExitStack()
             closing.enter_context(_directory.lock("recorded", self.directory))
             self.locked = closing
 
-    def _open(self, directory: Path, fit: _Fit, params: Tree):
-        """Begin the directory, or require that it is of this sampler and model."""
-        self.claim()
-        if fit.files is not None:
-            return
-        start = fit.start_of(params)
-        settings = {"num_warmup": self.num_warmup, "thin": self.thin, "sampler": self.settings}
-        manifest = _format.manifest_of(start, None, settings)
-        files = _format.DrawFiles(directory, _format.leaves_of(start))
-        if _format.has_draws(directory) or os.path.lexists(directory / _format.MANIFEST):
-            if self.settings is None:  # `init` was not called in this process.
-                del manifest["settings"]["sampler"]
-            before = _format.read_manifest("recorded", directory)
-            _directory.check_run("recorded", directory, before, manifest)
-        else:
-            # In this order, so that a kill between them leaves no folder that cannot be used.
-            files.write(_format.START, 0, start, {})
-            _format.write_manifest(directory, manifest)
-        draws = _format.find_draws(directory, manifest)
-        fit.draws = {_format.read_header(blocks[0])["step"]: blocks for blocks in draws}
-        fit.files = files
-
-    def _release(self):
-        """Unlock the directory."""
+    def _unlock(self):
         if self.locked is not None:
             self.locked.close()
-        self.locked = None
         # What others may write there is to be read.
-        for fit in self.fits.values():
-            fit.files = None
+        self.locked = self.files = None
 
     def result(self) -> Snapshots | StoredSnapshots:
         """Return the draws of the last fit that has any."""
         with self.threads:
-            self._release()
+            self._unlock()
             if self.failure is not None:
                 raise self.failure
-            fit = next((x for x in reversed(self.fits.values()) if x.draws), None)
-            if fit is None:
+            if not self.draws:
                 first = f"The first draw is step {self.num_warmup + self.thin}."
                 raise ValueError(f"`draws`: nothing is recorded yet. {first}")
+            start = self.starts.get(self.number)
             if self.directory is None:
-                whole = [draw for _, draw in sorted(fit.draws.items())]
+                whole = [draw for _, draw in sorted(self.draws.items())]
                 trace, params = jax.tree.map(lambda *x: np.stack(x, axis=1), *whole)
-                start = None if fit.start is None else fit.start_of(whole[0][1])
+                start = None if start is None else self._start(whole[0][1])
                 draws = Snapshots(params, trace, self.settings, start)
             else:
-                like = None if fit.start is None else jax.tree.map(lambda x: x[0], fit.start)
+                like = None if start is None else jax.tree.map(lambda x: x[0], start)
                 draws = load_snapshots(self.directory, like=like)
         if np.any(draws.trace["is_altered"]):
             raise ValueError("`draws`: the loop changed the updates. These are no posterior draws.")
-        if self.is_blind:
-            warn(
-                "`draws`: the loop does not pass `params` to `update`. Changes of the updates,"
-                " after which these are no posterior draws, are not detected."
-            )
-        per_tick = self.thin * _settings.gradients_per_step(draws.settings)
-        if int(np.max(draws.trace["num_gradients"])) + per_tick >= _check.LARGEST_WHOLE:
+        if np.max(draws.trace["num_gradients"]) >= _check.LARGEST_WHOLE - 2 * self.thin:
             ends = f"recording ends at call {_check.LARGEST_WHOLE} of `update`"
             warn(f"`draws`: {ends}. To go on, call `init` with the last draw.")
         return draws
-
-
-def _are_same(first: Tree, second: Tree) -> bool:
-    """Return whether two trees of arrays have the same bits."""
-    leaves = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
-    return all(x.shape == y.shape and x.tobytes() == y.tobytes() for x, y in leaves)

@@ -28,6 +28,7 @@ from optax_smile.chains._directory import (
 )
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
+from optax_smile.state import AFTER
 
 BatchPer = Literal["gradient", "step"]
 RESTART = "A generator cannot be restarted: pass a list."
@@ -213,7 +214,8 @@ class Run:
             self._close()
             raise
         if self._is_optimizer and self.announces:
-            warn(f"`{self.where}`: {_optimizer.ANNOUNCEMENT}")
+            what = "Its iterates are checkpoints, not posterior draws."
+            warn(f"`{self.where}`: `sampler` is an optimizer. {what}")
 
     def _resume(self):
         """Continue from the newest checkpoint, or write the first one."""
@@ -244,19 +246,16 @@ class Run:
         return self._num_kept
 
     @property
+    @_method
     def stats(self) -> dict[str, np.ndarray]:
         """Statistics of the chains now, a new dict of arrays `[chain]`.
 
         They are the fields of `optax_smile.stats`, `loss`, and `start_loss`, the loss of the first
         batch at the start. For an optimizer, step size and energies are NaN.
         """
-        return {name: np.array(x) for name, x in self._look().items()}
-
-    @_method
-    def _look(self) -> Mapping[str, np.ndarray]:
         if self._stats is None:
             self._stats, _ = self._chains.record()
-        return self._stats
+        return {name: np.array(x) for name, x in self._stats.items()}
 
     @_method
     def last_accepted(self) -> Tree:
@@ -448,7 +447,10 @@ class Run:
         with self.heeding():
             for batches, position in self._dispatches(end):
                 self._chains.advance(batches)
-                self._count(len(batches), position)
+                self._num_gradients += len(batches)
+                if self._chains.accumulates:
+                    self._num_gradients = self._chains.num_gradients()
+                self._position, self._stats = position, None
                 is_tick = self.num_steps == end
                 if is_tick:
                     self._tick(end, is_place, trace)
@@ -475,20 +477,11 @@ class Run:
                 self._chains.check(self.where, taken[0], self._warns)
             yield [batch for batch in taken for _ in range(repeats)], position
 
-    def _count(self, num_new: int, position: _host.Position):
-        self._num_gradients += num_new
-        self._position = position
-        if self._chains.accumulates:
-            self._num_gradients = self._chains.num_gradients()
-        self._stats = None
-
     def _tick(self, step: int, is_place: bool, trace: bool):
         """Check what the chains did, and keep their statistics and, at its place, a draw."""
         self._stats, self._gradients = self._chains.record()
-        _checks.check_first_gradients("sample", self._gradients)
-        if not self._is_optimizer:
-            _checks.check_received("sample", self._gradients)
-        elif not self._has_warned:
+        _checks.check_gradients("sample", self._gradients, not self._is_optimizer)
+        if self._is_optimizer and not self._has_warned:
             self._has_warned = _optimizer.warn_of_nonfinite(self.where, step, self._stats)
         _check_unaltered(self._stats)
         is_draw = is_place and bool(np.all(self._stats["is_draw"]))
@@ -529,24 +522,22 @@ class Run:
         """Say why the run ends before all draws are made; raise if there are none."""
         if not self._num_kept:
             self._refuse_batches(end * self._batches_per_step)
-        reason, advice = self._stream.defect or "the batches ran out", ""
-        if not self._stream.defect:
-            advice = f" {RESTART}"
-        if self._directory is not None:
-            advice += f" {how_to_resume(self._directory)}"
+        resume = "" if self._directory is None else f" {how_to_resume(self._directory)}"
+        reason = (
+            self._stream.defect + "." if self._stream.defect else f"the batches ran out. {RESTART}"
+        )
         fewer = f"{self._num_kept} of {num_draws} draws per chain"
-        warn(f"`{self.where}` ended early with {fewer}: {reason}.{advice}")
+        warn(f"`{self.where}` ended early with {fewer}: {reason}{resume}")
 
     def _refuse_batches(self, needed: int):
         """Say why the batches ended before the first draw."""
-        given, taken = self._batches, self._stream.taken
         if self._stream.defect:
-            advice = _checks.advice_on_single(given)
-            got = f"{_check.show(given) if advice else 'one'} whose {self._stream.defect}"
+            advice = _checks.advice_on_single(self._batches)
+            got = f"{_check.show(self._batches) if advice else 'one'} whose {self._stream.defect}"
             _check.fail("sample", "batches", _checks.USABLE, got, advice)
         rule = f"a list, which is restarted, or batches for {needed} gradients"
-        advice = RESTART if taken else ""
-        _check.fail("sample", "batches", rule, f"{taken or 'no'} batches", advice)
+        advice = RESTART if self._stream.taken else ""
+        _check.fail("sample", "batches", rule, f"{self._stream.taken or 'no'} batches", advice)
 
 
 def _usable(
@@ -585,8 +576,4 @@ def _check_unaltered(stats: Mapping[str, np.ndarray]):
         rule = "a sampler whose updates are applied unchanged"
         number, calls = (stats[x][altered[0]] for x in ("num_altered", "num_gradients"))
         got = f"changed updates in {number} of {calls} calls, in the chains {altered}"
-        advice = (
-            "Nothing after or around the sampler may change its updates: no clip, learning rate,"
-            " weight decay, projection or average of parameters."
-        )
-        _check.fail("sample", "sampler", rule, got, advice)
+        _check.fail("sample", "sampler", rule, got, AFTER)

@@ -59,13 +59,11 @@ def sample(
             see all batches. Each new batch shape causes a compilation. In a multi-process run,
             every process gets the same batches.
         sampler: a sampler of this library, alone or last in an `optax.chain`. A step of one in
-            `optax.MultiSteps` takes several batches. For comparison, `sampler` may be any Optax
-            optimizer. `sample` then stores its iterates instead of draws, and one step is one
-            gradient. Iterates are not posterior draws. `sample` warns of this, the settings of the
-            result have `"is_posterior": False`, and `diagnostics.summary` and `local` refuse the
-            result.
-            An optimizer gets `value`, `grad` and `value_fn` if it takes them. Its steps to
-            non-finite parameters are skipped and counted in `num_nonfinite`, with a warning.
+            `optax.MultiSteps` takes several batches. For comparison, it may be any Optax optimizer,
+            which gets `value`, `grad` and `value_fn` if it takes them. `sample` then warns, and
+            stores its iterates, which are no posterior draws: their settings have
+            `"is_posterior": False`, and `diagnostics.summary` refuses them. One step is one
+            gradient. Steps to non-finite parameters are skipped and counted in `num_nonfinite`.
         num_warmup: steps of each chain without draws, >= 0. The first draw is step
             num_warmup + thin.
         num_draws: draws to store per chain, >= 1. Steps with `stats(state).is_draw` False are not
@@ -93,27 +91,20 @@ def sample(
             the draws in host memory.
         resume: True: if the directory holds a run, continue it from its newest checkpoint. These
             must be unchanged: sampler, key, shapes, `dtype`, `num_warmup`, `thin`, `batch_per`,
-            `stochastic` and `per_chain`. If `batches` is a list or tuple, it must have the same
-            examples, in any order. `stop` must be unchanged or None. There is a warning if the loss
-            at the start or a value inside the sampler, such as one that a schedule uses, has
-            changed, or if `params` differ (the new ones are ignored). The code of functions is not
-            compared. Other arguments may differ. A larger `num_draws` extends a
-            finished run; without it, the stored draws are returned, with a warning. False: the
-            directory must not hold a run.
-        check: warn if the loss looks like a sum (not tested if `stochastic`), if `num_data` does
-            not fit the examples (or tokens) of the batches, if batches differ in size (a mean loss
-            then weights their examples unequally), or if the loss of the draws is predicted to be
-            far above the loss at the start. At the end, warn if gradients were not finite, or if a
-            clip before the sampler shortened them. This costs a few forward passes. The prediction
-            takes 32 more, and is only made if the number of parameters exceeds
-            2 * num_data / temperature. For your own loop, see `optax_smile.check`.
+            `stochastic`, `per_chain` and, if `batches` is a list, the number and the shapes of the
+            batches. Other `params` are ignored, with a warning. The code of functions is not
+            compared. A larger `num_draws` extends a finished run; without it, the stored draws are
+            returned, with a warning. False: the directory must not hold a run.
+        check: warn of what `optax_smile.check` calls mistakes, as far as the loss, the batches and
+            the first steps show them; at the end, warn if gradients were not finite, or if a clip
+            before the sampler shortened them. This costs a few forward passes, and 32 more if the
+            number of parameters exceeds 2 * num_data / temperature.
         checkpoint_minutes: minutes between checkpoints, >= 0. A checkpoint is always written at the
             start and at the end.
         dtype: precision of the draws on disk: `"float16"`, `"float32"` or `"float64"`; None: that
             of the parameters. Requires a `directory`. An array whose largest number is too large or
             too small for it (in `"float16"` above 65504 or below 6e-5) is stored in its own
-            precision in that draw, with a warning; it is an error if the start is too large. Other
-            numbers below 6e-5 lose digits in `"float16"`, and below 3e-8 they become 0.
+            precision in that draw, with a warning; it is an error if the start is too large.
         progress: show a progress bar, if tqdm is installed. It has the step size, the moving mean
             of |energy change| and the number of rejected steps; for an optimizer, the loss.
 
@@ -128,19 +119,11 @@ def sample(
         chains.
 
     Raises:
-        ValueError: an argument is out of range, or:
-
-            - `loss_fn`: not a scalar, or the loss or its gradients are not finite at the start.
-            - `params`: leading axes that disagree; or identical chains, if neither the sampler nor
-              the loss uses random numbers and the chains share batches.
-            - `batches`: a list with a batch that is empty or differs in structure; or the batches
-              run out before the first draw.
-            - `sampler`: an `optax.chain` with several samplers; with a transformation before the
-              sampler that changes gradients (a clip of their norm is allowed); or with one after
-              the sampler that changes updates.
-            - `num_draws`: `is_draw` is False at all steps that would be stored.
-            - `mesh`: invalid. `stop`: combined with `observe`, or does not fit the model.
-            - `directory`: in use, not writable, of another run, or of another version's format.
+        ValueError: an argument is out of range; the loss is not a scalar, or it or its gradients
+            are not finite at the start; chains are identical and nothing is random; the batches run
+            out before the first draw; a transformation before the sampler changes gradients (a clip
+            of their norm is allowed) or one after it changes updates; no step would be stored; the
+            directory is in use, not writable, of another run or of another format.
         OSError: a draw or a checkpoint could not be written, such as on a full disk. The message
             names the file; earlier draws can be loaded.
         KeyboardInterrupt: the run was interrupted before the first draw, or by a second Ctrl-C.
@@ -223,10 +206,9 @@ class _Run(Run):
 
 def _check_warmup(run: Run, num_warmup: int):
     """Require the warm-up of the run that is continued."""
-    rule = "" if run.num_warmup in (None, num_warmup) else f"{run.num_warmup}"
-    if run.num_warmup is None and run.num_steps > num_warmup:
-        rule = f"at least {run.num_steps}, the steps made"
-    if rule:
+    made, before = run.num_steps, run.num_warmup
+    if before not in (None, num_warmup) or (before is None and made > num_warmup):
+        rule = f"at least {made}, the steps made" if before is None else f"{before}"
         advice = "Or choose another directory."
         _check.fail("sample", "num_warmup", f"{rule}, as in this run", num_warmup, advice)
 

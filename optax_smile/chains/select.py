@@ -50,7 +50,8 @@ class Selection(NamedTuple):
 
     Attributes:
         best: name of the chosen candidate.
-        draws: draws of its whole run, as `sample` returns them.
+        draws: draws of its whole run, as `sample` returns them; `draws.interrupted` is the signal
+            that ended it, or None.
         names: names of all candidates, `[candidate]`.
         num_steps: steps of each chain from the start to the end of each round, `[round]`.
         lppd: score of the round: log pointwise predictive density of the validation data, nats per
@@ -77,28 +78,23 @@ class Selection(NamedTuple):
     total_steps: int
     cost: float
 
-    @property
-    def interrupted(self) -> str | None:
-        """`"SIGINT"` or `"SIGTERM"` if this signal ended the run of the chosen candidate."""
-        return getattr(self.draws, "interrupted", None)
-
     def __str__(self) -> str:
         rows = [("0", "start", self.start_lppd, *[np.nan] * 3)]
-        for row, projected in enumerate(self.projected):
+        for number, lppd, projected, error in zip(
+            self.num_steps, self.lppd, self.projected, self.standard_error, strict=True
+        ):
             ranked = np.argsort(-projected)[: np.count_nonzero(~np.isnan(projected))]
             for place in ranked:
-                steps = str(self.num_steps[row]) if place == ranked[0] else ""
-                below = projected[ranked[0]] - projected[place]
-                numbers = projected[place], below, self.standard_error[row, place]
-                rows.append((steps, self.names[place], self.lppd[row, place], *numbers))
+                steps = str(number) if place == ranked[0] else ""
+                numbers = projected[place], projected[ranked[0]] - projected[place], error[place]
+                rows.append((steps, self.names[place], lppd[place], *numbers))
         rows.append((str(self.total_steps), self.best, self.final_lppd, *[np.nan] * 3))
         forms = {"steps": "", "candidate": "", "LPPD": ".5g", "projected": ".5g"}
         forms |= {"below best": ".2g", "error": ".2g"}
-        columns = zip(forms.items(), zip(*rows, strict=True), strict=True)
         # Only NaN differs from itself.
         table = {
-            head: ["-" if x != x else format(x, form) for x in cells]
-            for (head, form), cells in columns
+            head: ["-" if x != x else format(x, forms[head]) for x in cells]
+            for head, cells in zip(forms, zip(*rows, strict=True), strict=True)
         }
         notes = [f"Chosen: {self.best}. The others used {self.cost:.2f} times its gradients."]
         if not _settings.are_posterior(getattr(self.draws, "settings", None)):
@@ -113,17 +109,16 @@ class Selection(NamedTuple):
 class _Candidates(_check.Constraint):
     """Transformations by name, converted to a dict."""
 
-    text = "a dict of at least one sampler or optimizer by name, such as {'psmile': psmile(...)}"
+    text = "a dict of at least one sampler or optimizer by name, a valid name of a folder"
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
-        if not isinstance(value, Mapping) or not value:
+        def is_name(x) -> bool:
+            is_text = isinstance(x, str) and x.strip(". ") and x != ROUNDS
+            return bool(is_text) and not {*'/\\:*?"<>|\0'} & {*x}
+
+        if not isinstance(value, Mapping) or not value or not all(map(is_name, value)):
             _check.fail(where, argument, self.text, _check.show(value))
         for name, candidate in value.items():
-            is_name = isinstance(name, str) and name.strip(". ") and name != ROUNDS
-            if not is_name or {*'/\\:*?"<>|\0'} & {*name}:
-                _check.fail(
-                    where, argument, "a dict whose names are valid folder names", repr(name)
-                )
             _check.TRANSFORMATION(where, f"{argument}[{name!r}]", candidate)
         return dict(value)
 
@@ -169,12 +164,12 @@ def select(
     All candidates start from the same parameters with the same key, and run in rounds, each to
     about twice as many steps as the one before. The score of a round is the log pointwise
     predictive density (LPPD) of the validation data under the average over at most 16 draws of each
-    chain in the last half of the steps so far. The gain of this average over those of its earlier
-    and later half is taken as that of twice as many draws, for each input at most log 2. Half of it
-    is added for each doubling until the end of the run. This projected LPPD ranks the candidates.
-    Each round drops the worse half, until at most three finalists remain, and the next round
-    chooses one. Within one standard error of the best, it prefers fewer gradients per step, and
-    then a sampler of the posterior of the model (temperature 1, prior not centred at the start).
+    chain in the last half of the steps so far. The gain of this average over those of its two
+    halves, for each input at most log 2, is that of twice as many draws. Half of it is added for
+    each doubling until the end of the run. This projected LPPD ranks the candidates. Each round
+    drops the worse half, until at most three finalists remain, of which the next round chooses one:
+    within one standard error of the best, the one with the fewest gradients per step, then a
+    sampler of the posterior of the model (temperature 1, prior not centred at the start).
 
     The chosen candidate finishes its run, in further rounds. If its projected LPPD is more than two
     standard errors below the LPPD that another finalist had, this one runs as many steps, and
@@ -188,8 +183,8 @@ def select(
             `local.network_candidates`, or `{f"{T:g}": psmile(..., temperature=T) for T in (...)}`.
         apply_fn, likelihood: see `predict`.
         batch_size: validation inputs to run at once, >= 1; None: all.
-        validation: pair of inputs and targets that no candidate is trained on. Because they select
-            the candidate, do not use them as test data.
+        validation: pair of inputs and targets on which no candidate is trained. They select the
+            candidate, so they are no test data.
         largest_cost: steps of all other candidates until one is chosen, relative to those of a
             whole run, in (0, 100]. Only a replaced choice costs more.
         directory: directory with a folder per candidate and a file for the rounds. After a kill the
@@ -229,9 +224,9 @@ def select(
     read |= {"batch_size": batch_size, "mesh": mesh, "specs": specs}
     plan = _Plan(num_warmup, num_draws, thin, steps_per_dispatch)
     rounds = plan.rounds(len(candidates), largest_cost)
-    runs: dict[str, _Run] = {}
+    runs: dict[str, Run] = {}
 
-    def run(name: str) -> _Run:
+    def run(name: str) -> Run:
         if name not in runs:
             runs[name] = _Run(
                 loss_fn,
@@ -257,15 +252,15 @@ def select(
         closing.push(lambda *error: close(candidates, *error))
         start = predict(apply_fn, Snapshots.from_members(params), validation[0], **read)
         start_lppd = _mean(_by_input(start.log_density))
-        if folder is not None:
-            for name in candidates:
-                _disk.check_real("select", folder / name)
+        for name in candidates if folder else ():
+            _disk.check_real("select", folder / name)
         shapes = _tree.shapes_of_one(params)
         settings = {name: _settings.of(x, shapes) or {} for name, x in candidates.items()}
         # The LPPD identifies inputs, targets, likelihood, model and start.
         identity: Options = {"candidates": settings, "rounds": [end for end, _ in rounds]}
         identity["LPPD of the start"] = float(f"{start_lppd:.3g}")
         found = _read(folder, identity)
+        # Steps of each candidate.
         done = {x: end for (end, _), scores in zip(rounds, found, strict=True) for x in scores}
         total = plan.end + sum(end * num_dropped for end, num_dropped in rounds)
         bar = closing.enter_context(Bar(total, "selecting", progress, compiles=True))
@@ -281,8 +276,7 @@ def select(
         try:
             for (end, num_dropped), scores in zip(rounds, found, strict=True):
                 for name in _contenders(running, finalists, scores):
-                    part = None if folder is None else folder / name / PART
-                    shown = functools.partial(show, name)
+                    part, shown = folder and folder / name / PART, functools.partial(show, name)
                     scores[name] = _score(run(name), plan, predictor, end, part, shown)
                     if folder is not None:
                         _disk.write_json(folder / ROUNDS, {**identity, "found": found})
@@ -291,22 +285,19 @@ def select(
                     rule = "candidates of which one keeps all chains and predictions finite"
                     _check.fail("select", "candidates", rule, [*scores])
                 running = _survivors(scores, len(running) - num_dropped, settings)
-                finalists = {**finalists, **scores}
+                finalists |= scores
                 if len(running) > 1:
                     finalists = {x: finalists[x] for x in finalists if x in running}
                 close(runs.keys() - finalists)
             close(runs.keys() - running)
-            (best,) = running
-            for step in plan.steps(run(best), num_warmup, lambda _: False):
-                show(best, step)
-            for _ in run(best).draws(num_draws, thin=thin):
-                show(best, run(best).num_steps)
+            for step in plan.steps(run(running[0]), plan.end):
+                show(running[0], step)
         except Interrupted as interrupt:
             if len(running) > 1 or not run(running[0]).num_draws:
                 raise
             signal = interrupt.signal
             rest = "a script that is to be started again must exit with a status other than 0."
-            warn(f"{interrupt} `selection.interrupted` is {signal!r}: {rest}")
+            warn(f"{interrupt} `selection.draws.interrupted` is {signal!r}: {rest}")
         (best,) = running
         draws, total_steps, final_lppd = run(best).snapshots(), run(best).num_steps, -np.inf
         vars(draws).update(interrupted=signal)
@@ -346,12 +337,12 @@ class _Plan(NamedTuple):
     def rounds(self, number: int, largest_cost: float) -> list[tuple[int, int]]:
         """Return the last step of each round, and how many of `number` candidates it drops.
 
-        One is chosen among at most three, as a candidate that leads in the end may lead late. Up to
-        rounding to ticks, each round doubles the steps, and the dropped candidates take
+        Up to rounding to ticks, each round doubles the steps, and the dropped candidates take
         `largest_cost` times the steps of a whole run, or all of their runs.
         """
         left = [number]
         while left[-1] > 1:
+            # One of at most three is chosen at once: who leads in the end may lead late.
             left.append(max(left[-1] // 2, 3) if left[-1] > 3 else 1)
         dropped = (-np.diff(left)).tolist()
         first = (self.num_warmup - 1) % self.thin + 1
@@ -367,7 +358,9 @@ class _Plan(NamedTuple):
             ends.append(tick(2 * ends[-1]))
         return [*zip_longest(ends, dropped, fillvalue=0)]
 
-    def steps(self, run: Run, end: int, is_due: Callable[[int], bool]) -> Iterator[int]:
+    def steps(
+        self, run: Run, end: int, is_due: Callable[[int], bool] = lambda _: False
+    ) -> Iterator[int]:
         """Run to a step as `sample` does; yield now, at ticks, and at dispatches that are due."""
         yield (step := run.num_steps)
         while run.num_steps == step < end:
@@ -391,6 +384,7 @@ class Score(NamedTuple):
     projected: list[float]
 
 
+BROKEN = Score([-np.inf], [-np.inf])
 Scores = dict[str, Score]
 
 
@@ -401,8 +395,8 @@ def _score(
 
     `file` keeps the predictions so far: a run that continues from a checkpoint repeats some steps.
     """
-    # Step of the last draw; number of draws of the earlier and of the later half, and log of the
-    # sum over them of the density of each target.
+    # Step of the last draw; of the earlier and of the later half, the number of draws and the log
+    # of the sum over them of the density of each target.
     scored, counts, sums = 0, [0, 0], [np.array(-np.inf), np.array(-np.inf)]
     if file is not None and file.exists():
         with _disk.naming(file, "file", "Remove the folder of this candidate."):
@@ -411,16 +405,22 @@ def _score(
                 scored, counts = header["scored"], header["counts"]
                 sums = [arrays["early"], arrays["late"]]
 
+    def num_due(step: int) -> int:
+        """Count the draws of each chain that score the round until a step."""
+        first = BURN_IN * end
+        return max(0, int(NUM_SCORED * (step - first) / (end - first)))
+
     def is_due(step: int) -> bool:
-        return _num_due(step, end) > _num_due(scored, end)
+        return num_due(step) > num_due(scored)
 
     for step in plan.steps(run, end, is_due):
         show(step)
+        is_draw = run.stats["is_draw"]
         # Points of exploration do not score, unless there is no draw.
-        if is_due(step) and (np.all(run.stats["is_draw"]) or (step == end and not scored)):
+        if is_due(step) and (is_draw.all() or (step == end and not scored)):
             points, half = run.last_accepted(), int(step > (1 + BURN_IN) / 2 * end)
             predictor.restart()
-            for chain in range(len(run.stats["is_draw"])):
+            for chain in range(len(is_draw)):
                 predictor.update(jax.tree.map(lambda x, chain=chain: x[chain], points))
             sums[half] = _log_sum(sums[half], predictor)
             counts[half] += predictor.count
@@ -433,15 +433,9 @@ def _score(
         got = f"one with a run of {run.num_steps} steps"
         _check.fail("select", "directory", "new, or hold the same selection", got)
     if np.any(run.stats["num_nonfinite"] > MOST_NONFINITE * run.stats["num_gradients"]):
-        return Score([-np.inf], [-np.inf])
+        return BROKEN
     doublings = np.log2(plan.num_draws * plan.thin / ((1 - BURN_IN) * end))
     return _projected(counts, sums, max(0.0, doublings))
-
-
-def _num_due(step: int, end: int) -> int:
-    """Return how many draws of each chain score a round until a step."""
-    first = BURN_IN * end
-    return max(0, int(NUM_SCORED * (step - first) / (end - first)))
 
 
 def _log_sum(before: np.ndarray, predictor: Predictor) -> np.ndarray:
@@ -456,7 +450,7 @@ def _log_sum(before: np.ndarray, predictor: Predictor) -> np.ndarray:
 def _projected(counts: Sequence[int], sums: Sequence[np.ndarray], doublings: float) -> Score:
     """Score the average of two halves; its gain over each is that of twice as many draws."""
     if any(np.isnan(x).all() for x in sums):
-        return Score([-np.inf], [-np.inf])
+        return BROKEN
     # NumPy warns of the NaN of padding.
     with np.errstate(invalid="ignore"):
         density = _by_input(np.logaddexp(*sums) - np.log(sum(counts)))
@@ -534,13 +528,13 @@ def _read(folder: Path | None, identity: Options) -> list[Scores]:
     """Read the scores of an earlier call, for each round by name."""
     if folder is None or not os.path.lexists(file := folder / ROUNDS):
         return [{} for _ in identity["rounds"]]
+    rule, remedy = f"a directory with an intact {ROUNDS}", "Restore it, or choose another one."
     try:
         stored, is_intact = _disk.read_json(file)
-        if not is_intact:
-            raise ValueError("its checksum does not match its content")
     except ValueError as error:
-        rule, remedy = f"a directory with an intact {ROUNDS}", "Restore it, or choose another one."
         _check.fail("select", "directory", rule, f"{file} ({error})", remedy)
+    if not is_intact:
+        _check.fail("select", "directory", rule, f"{file}, which is damaged", remedy)
     for what, mine in identity.items():
         if (theirs := stored.get(what)) != mine:
             rule = f"new, or hold a selection with the same {what}: {_check.cut(mine)}"

@@ -17,8 +17,7 @@ from jax.sharding import Mesh
 
 from optax_smile import _check, _settings, _tree, parallel
 from optax_smile._bar import Bar
-from optax_smile._disk import Json
-from optax_smile._types import Batch, Output, Tree
+from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _checks, _directory, _host
 
@@ -103,16 +102,14 @@ def warmstart(
         batches: iterable of batches. `warmstart` iterates over it once per epoch. Each new batch
             shape causes a compilation.
         optimizer: any Optax optimizer whose `update` needs no extra argument except `value` (L-BFGS
-            needs more).
-            Its schedules advance with every batch.
+            needs more). Its schedules advance with every batch.
         num_members: number of members, >= 1.
         key: JAX key or seed; each member gets its own initial parameters.
         num_epochs: largest number of epochs, >= 1.
         validation: a batch. `warmstart` computes the loss of each member on it after each epoch,
             and returns the weights with the smallest loss. None: it returns the last weights.
         patience: >= 1. A member is finished after this many epochs in a row without a smaller
-            validation loss. The training ends when all members are finished. Without `validation`
-            it is ignored.
+            validation loss. The training ends when all members are finished.
         aux: initial auxiliary state of the model, such as running means of BatchNorm, each leaf
             `[member, ...]`.
         stochastic: whether the loss is random, as with dropout. It then receives a new `key=` for
@@ -120,14 +117,11 @@ def warmstart(
         per_member: whether each batch has a leading member axis; otherwise members share batches.
         mesh: devices; members are spread over the axis `"chain"`, see `parallel`.
         specs: how the parameters of one member are sharded, see `parallel.place`.
-        directory: directory for checkpoints, which are written at the end of epochs, see
-            `checkpoint_minutes`. A call with the same directory resumes the training, or returns at
-            once if it is finished. Key, `num_members`, `patience`, `stochastic`, `per_member`, the
-            shapes of `validation` and, if `batches` is a list or a tuple, their number and the
-            shapes of the first must be the same. If `batches` is another iterable, a resumed call
-            first iterates over it once for each finished epoch. This restores the order of batches
-            that are shuffled with a fixed seed. It is an error if the state of the optimizer no
-            longer has the same arrays. Other changes of loss and optimizer are not found.
+        directory: directory for checkpoints, which are written at the end of epochs. A call with
+            the same directory resumes the training, or returns at once if it is finished. Only
+            `num_epochs` may change; what the loss and the optimizer compute is not compared. If
+            `batches` is no list or tuple, a resumed call first iterates over it once for each
+            finished epoch, which restores the order of batches that are shuffled with a fixed seed.
         check: test the loss on the first batch, unless it is `stochastic`, and warn if it looks
             like a sum over the examples. Warn of members with equal initial parameters.
         checkpoint_minutes: smallest number of minutes between checkpoints, >= 0. One is always
@@ -137,18 +131,15 @@ def warmstart(
     Returns:
         Parameters of all members, each leaf `[member, ...]`: for each member the weights with the
         smallest validation loss, or without `validation` the last ones. With `aux`:
-        `{"params": ..., "aux": ...}`. After Ctrl-C, `warmstart` completes the current epoch, warns,
-        and returns the members so far. Without a directory, it does the same after SIGTERM. The
-        members do not say so: a script that runs under a scheduler passes a `directory`, with which
-        SIGTERM raises an error.
+        `{"params": ..., "aux": ...}`. After Ctrl-C, and without a directory after SIGTERM,
+        `warmstart` completes the current epoch, warns, and returns the members so far.
 
     Raises:
         ValueError: an argument is out of range, the loss is not a scalar, there are no batches, the
             mesh is invalid, the directory is in use or holds another training, or the loss of a
             member was never finite.
-        KeyboardInterrupt: a second Ctrl-C ended the training, at once and without a new checkpoint.
-            With a directory, SIGTERM also raises this error, after the current epoch and a
-            checkpoint: a job that the scheduler stops must not continue with half-trained members.
+        KeyboardInterrupt: a second Ctrl-C ended the training, at once and without a new checkpoint;
+            or, with a directory, SIGTERM, after the current epoch and a checkpoint.
 
     Cost: one gradient per member and batch, and one validation loss per epoch; memory for a second
     copy of the parameters.
@@ -193,7 +184,8 @@ def warmstart(
     hint = _checks.advice_on_single(batches)
     losses = _checks.Losses("warmstart", loss, num_members, per_member, mesh, hint)
     shared_losses = _checks.Losses("warmstart", loss, num_members, False, mesh)
-    epoch, is_stopped, is_killed, checkpoints, identity = 0, False, False, None, {}
+    epoch, is_stopped, is_killed, checkpoints = 0, False, False, None
+    identity: Options = {}
     with ExitStack() as closing:
         if directory is not None:
             batch = None if validation is None else jax.tree.map(np.shape, validation)
@@ -206,13 +198,19 @@ def warmstart(
                 "validation": None if batch is None else str(batch),
                 "batches": _directory.describe_batches("warmstart", batches),
             }
-            checkpoints = _open(Path(directory), checkpoint_minutes, closing, identity, members)
+            folder = Path(directory)
+            closing.enter_context(_directory.lock("warmstart", folder))
+            checkpoints = _directory.Checkpoints(folder, checkpoint_minutes, "warmstart")
+            if place := checkpoints.place():
+                _directory.check_settings("warmstart", folder, place["run"], identity)
             if restored := checkpoints.restore(members):
                 members, epoch = restored[0], restored[1]["epoch"]
         bar = closing.enter_context(Bar(num_epochs, "warm start", progress, compiles=True))
         stop_requested = closing.enter_context(_host.stop_signals())
         if epoch < num_epochs and not _are_done(members, patience):
-            _host.skip_passes(batches, epoch)
+            for _ in range(0 if isinstance(batches, Sequence) else epoch):
+                for _ in batches:
+                    pass
         elif epoch:
             warn(
                 f"`warmstart`: the training in {directory} is finished. Its {num_members} members,"
@@ -261,33 +259,12 @@ def warmstart(
         if is_killed and directory is not None:
             raise KeyboardInterrupt(message)
         warn(message)
-    _check_finite(members)
-    return members.best["params"] if aux is None else members.best
-
-
-def _check_finite(members: Members):
-    """Require a finite loss of every member."""
     lost = np.flatnonzero(~np.isfinite(_tree.local(members.best_loss))).tolist()
     if lost:
-        rule = "finite for every member after some epoch"
-        advice = (
-            "Check the loss at the initial parameters, the batches and the validation. If these are"
-            " finite, use a smaller learning rate."
-        )
-        got = f"a loss that was never finite for the members {lost}"
+        rule, got = "finite for every member after some epoch", f"never so for the members {lost}"
+        advice = "Are the initial loss and the batches finite? Try a smaller learning rate."
         _check.fail("warmstart", "loss_fn", rule, got, advice)
-
-
-def _open(
-    directory: Path, minutes: float, closing: ExitStack, identity: Json, members: Members
-) -> _directory.Checkpoints:
-    """Lock the directory, and require that it does not hold another training."""
-    _directory.check_names("warmstart", "init_fn", members.params)
-    closing.enter_context(_directory.lock("warmstart", directory))
-    checkpoints = _directory.Checkpoints(directory, minutes, "warmstart")
-    if place := checkpoints.place():
-        _directory.check_settings("warmstart", directory, place["run"], identity)
-    return checkpoints
+    return members.best["params"] if aux is None else members.best
 
 
 @_check.called("warmstart", *PARTS, tree="params", sampler="optimizer")

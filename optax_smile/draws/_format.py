@@ -3,7 +3,6 @@
 import collections
 import concurrent.futures
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -33,8 +32,6 @@ QUEUE_SIZE = 2
 START = "start"
 _FILE = re.compile(r"(draw-([0-9]{8,10})|start)\.chains-([0-9]{5,10})-([0-9]{5,10})\.safetensors")
 CHECKPOINT = re.compile(r"checkpoint-([0-9]{10})\.part-([0-9]{5})-of-([0-9]{5})\.safetensors")
-# Most missing files that an error names.
-MOST_NAMED = 5
 # Statistics of the draws of some chains, arrays `[chain]`.
 Stats: TypeAlias = Mapping[str, np.ndarray]
 
@@ -90,7 +87,7 @@ def read_manifest(where: str, directory: Path) -> Json:
     """Read the manifest of a directory; an error if it is missing, damaged or of another format."""
     file = directory / MANIFEST
 
-    def refuse(rule: str, got: str, advice: str = REMEDY) -> NoReturn:
+    def refuse(rule: str, got: object, advice: str = REMEDY) -> NoReturn:
         _check.fail(where, "directory", f"a directory {rule}", got, advice)
 
     if not os.path.lexists(file):
@@ -105,7 +102,7 @@ def read_manifest(where: str, directory: Path) -> Json:
         got = f"format {version} in {file}, written by optax_smile {writer}"
         refuse(f"of snapshots of format {FORMAT}", got, "Read it with that version.")
     if not is_intact:
-        refuse(f"whose {MANIFEST} matches its checksum", str(file))
+        refuse(f"whose {MANIFEST} matches its checksum", file)
     return manifest
 
 
@@ -136,7 +133,7 @@ def find(directory: Path, num_chains: int) -> dict[int | str, list[Block]]:
             if block.first <= block.last < num_chains:
                 found.setdefault(draw, []).append(block)
 
-    def is_whole(parts):
+    def is_whole(parts: list[Block]) -> bool:
         stop = 0
         for part in sorted(parts, key=lambda part: part.first):
             stop = max(stop, part.last + 1) if part.first <= stop else stop
@@ -153,9 +150,9 @@ def find_draws(directory: Path, manifest: Json) -> list[list[Block]]:
     found.pop(START, None)
     number = max([least, *(x + 1 for x in found if isinstance(x, int))])
     if len(found) < number:
-        missing = (f"draw-{x:08d}.*" for x in range(number) if x not in found)
+        missing = next(x for x in range(number) if x not in found)
         rule = f"a directory with the files of all its {number} draws"
-        got = f"{directory} without {', '.join(itertools.islice(missing, MOST_NAMED))}"
+        got = f"{directory} without draw-{missing:08d}.*"
         _check.fail("load_snapshots", "directory", rule, got, REMEDY)
     return [found[x] for x in range(number)]
 

@@ -56,7 +56,6 @@ class PrecisionSearch(NamedTuple):
         start_loss: loss of the weights.
         allowed: the excess that was requested.
         num_data: number of examples.
-        num_parameters: number of parameters of one network.
         temperature: temperature of the posterior.
         make_sampler: function that makes the sampler of a posterior.
     """
@@ -69,7 +68,6 @@ class PrecisionSearch(NamedTuple):
     start_loss: float
     allowed: float
     num_data: float
-    num_parameters: int
     temperature: float
     make_sampler: Maker
 
@@ -103,16 +101,15 @@ class PrecisionSearch(NamedTuple):
             "loss of draws": [f"{x:.4g}" for x in self.loss],
             "distance": [f"{x:.3g}" for x in self.distance],
         }
+        excess = self.excess[self.best]
         notes = [
             f"Prior precision {self.prior_precision:.3g} around the weights: excess loss"
-            f" {self.excess[self.best]:.3g}, allowed {self.allowed:g}; loss of the weights"
-            f" {self.start_loss:.4g}.",
-            f"{self.num_parameters} parameters, {self.num_data:g} examples.",
+            f" {excess:.3g}, allowed {self.allowed:g}; loss of the weights {self.start_loss:.4g}."
         ]
-        if not 1 / NEAR <= self.excess[self.best] / self.allowed <= NEAR:
-            notes += [
+        if not 1 / NEAR <= excess / self.allowed <= NEAR:
+            notes.append(
                 "No precision came close to the allowed excess. Try more runs or longer ones."
-            ]
+            )
         return "\n".join([*aligned(table), "", *notes])
 
 
@@ -183,12 +180,9 @@ def local_precision(
         temperature: temperature of the posterior, > 0.
         make_sampler: called with `num_data=`, `prior_precision=`, `prior_mean=`, `temperature=` and
             `key=`; the default is `psmile` with `decoherence_length="turning"` and
-            `angle_tuner(0.1)`. Its steps are longer than usual, which is accurate because the prior
-            dominates the posterior.
+            `angle_tuner(0.1)`, whose long steps are accurate where the prior dominates.
         num_chains: chains per precision, >= 1.
-        num_warmup: steps of each chain before the first draw, >= 0.
-        num_draws: draws of each chain, >= 1.
-        thin: steps between draws, >= 1.
+        num_warmup, num_draws, thin: see `sample`.
         max_runs: largest number of precisions to try, >= 1.
         key: JAX key or seed.
         check: warn of a loss that looks like a sum, see `sample`.
@@ -257,7 +251,6 @@ def local_precision(
         start_loss=start_loss,
         allowed=float(allowed),
         num_data=float(num_data),
-        num_parameters=_tree.size(params),
         temperature=float(temperature),
         make_sampler=make_sampler,
     )
@@ -301,21 +294,17 @@ def _check_loss(
     first = next(iter(batches), None)
     if first is None:
         _check.fail(where, "batches", "at least one batch", "none")
-    rule = "a function that returns the mean loss, a scalar"
-    shapes = [_check.cut(jax.tree.map(np.shape, x)) for x in (params, first)]
-    remedy = (
-        f"It was called with the params {shapes[0]} and the batch {shapes[1]} (shapes). Of several"
-        " networks with a chain axis, pass one."
-    )
+    rule, remedy = "a function that returns the mean loss, a scalar", "`params` are of one network."
     loss = _check.traced(where, "loss_fn", loss_fn, params, first, rule=rule, advice=remedy)
     if getattr(loss, "shape", None) != ():
-        _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(loss)}")
-    alone = _copies(params, 1)
+        _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(loss)}", remedy)
+
+    def losses(parts: Iterable[Batch]) -> np.ndarray:
+        return _over_batches(loss_fn, parts)(_copies(params, 1))
+
     if warns:
-        _checks.warn_of_sum(
-            where, lambda part: _over_batches(loss_fn, [part])(alone), first, False, None
-        )
-    loss = float(_over_batches(loss_fn, batches)(alone)[0])
+        _checks.warn_of_sum(where, lambda part: losses([part]), first, False, None)
+    loss = float(losses(batches)[0])
     if not np.isfinite(loss):
         rule = "weights at which the loss is finite"
         _check.fail(where, "params", rule, loss, "Are the batches finite?")
@@ -385,12 +374,7 @@ class _Floating(_check.Constraint):
 @_check.arguments(
     params=_Floating(),
     scale=_check.Real(0, open="low", traced=False),
-    out_axis=_check.Where(
-        "0 or -1",
-        lambda axis: (
-            isinstance(axis, (int, np.integer)) and not isinstance(axis, bool) and axis in (0, -1)
-        ),
-    ),
+    out_axis=_check.Where("0 or -1", lambda axis: type(axis) is int and axis in (0, -1)),
 )
 def fan_in_precision(
     params: optax.Params, *, scale: float = 1.0, out_axis: Literal[0, -1] = -1
