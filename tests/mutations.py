@@ -214,8 +214,8 @@ DEFECTS = r"""
 + return num_warmup + (passed // thin + 1) * thin - 1
 # chains/run.py | test_run.py
 = a checkpoint has the position before its batches | every_way
-- self._position = position
-+ pass
+- self._position, self._stats = position, None
++ self._stats = None
 = handed out draws are those that are kept | hands_out_copies
 - return _tree.local(self._chains.draw())
 + return self._kept.draws[-1] if self._num_kept else _tree.local(self._chains.draw())
@@ -225,10 +225,10 @@ DEFECTS = r"""
 = a signal ends nothing | signal_in_a_step
 - if signal is not None:
 + if False:
-# chains/_host.py | test_warmstart.py
+# chains/warmstart.py | test_warmstart.py
 = one pass too few is skipped | training_in_pieces
-- for _ in range(passes):
-+ for _ in range(passes - 1):
+- for _ in range(0 if isinstance(batches, Sequence) else epoch):
++ for _ in range(0 if isinstance(batches, Sequence) else epoch - 1):
 # chains/_chains.py | test_sampling.py
 = batches of each chain stacked along the chains | several_steps_in_one_go
 - .stack(leaves, axis=axis)
@@ -329,7 +329,7 @@ DEFECTS = r"""
 - if np.any(run.stats["num_nonfinite"]
 + if not np.any(run.stats["num_gradients"]
 = points of exploration score | exploration
-- if is_due(step) and (np.all(run.stats["is_draw"]) or (step == end and not scored)):
+- if is_due(step) and (is_draw.all() or (step == end and not scored)):
 + if is_due(step):
 = the last round decides among two | share_of_the_steps
 - left.append(max(left[-1] // 2, 3) if left[-1] > 3 else 1)
