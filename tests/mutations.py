@@ -248,10 +248,10 @@ DEFECTS = r"""
 = a signal ends nothing | signal_in_a_step
 - if signal is not None:
 + if False:
-# chains/_host.py | test_warmstart.py
+# chains/warmstart.py | test_warmstart.py
 = one pass too few is skipped | training_in_pieces
-- for _ in range(passes):
-+ for _ in range(passes - 1):
+- for _ in range(0 if isinstance(batches, Sequence) else epoch):
++ for _ in range(0 if isinstance(batches, Sequence) else epoch - 1):
 # chains/_chains.py | test_sampling.py
 = batches of each chain stacked along the chains | several_steps_in_one_go
 - .stack(leaves, axis=axis)

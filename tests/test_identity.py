@@ -55,7 +55,7 @@ OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"params": WIDER}, r"with leaves = .*, got .*'shape': \[4\]"),
     ({"params": jax.tree.map(lambda x: x[:2], start())}, r"num_chains = 3, as in .*, got 2\."),
     ({"params": start(), **AUX}, "with leaves = .*, got .*'name': 'aux/mean'"),
-    ({"dtype": "float16"}, r"None, as in .*, got 'float16'\. Pass None, or"),
+    ({"dtype": "float16"}, r"None, as in .*, got 'float16'\."),
 ]
 
 

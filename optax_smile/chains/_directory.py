@@ -226,7 +226,7 @@ class DirectoryRun(Checkpoints):
         if not resume and (has_draws or newest is not None):
             rule = "a directory without draws, since `resume` is False"
         elif newest is None and has_draws:
-            rule, got = "a directory with a checkpoint to resume from", f"{got} that has none"
+            rule, got = "a directory with a checkpoint to resume from", f"{got} but no checkpoint"
         if rule:
             _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
         if before is None or not (newest or has_draws):

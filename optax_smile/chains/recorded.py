@@ -215,11 +215,12 @@ class _Recorder:
     def _keep(self, is_tick: np.ndarray, fits: np.ndarray, stats: Tree, params: Tree):
         """Keep a draw of all chains; on disk it is before the loop can write a checkpoint."""
         step, number, own = int(stats["step"][0]), len(fits), int(fits[0])
-        together = np.all(fits == own) and np.all(stats["step"] == step) and is_tick.all()
-        if not together or own < self.number:
+        if np.any(fits != own) or np.any(stats["step"] != step) or own < self.number:
             rule = "that of one call of `init`, the newest, with all chains at the same step"
             got = f"that of the calls {fits.tolist()}, at the steps {stats['step'].tolist()}"
             _check.fail("recorded", "state", rule, got)
+        if not is_tick.all():  # The last accepted point of a chain is no draw.
+            return
         if own > self.number:
             self.number, self.draws, self.files = own, {}, None
         files = None if self.directory is None else self._open(self.directory, params)

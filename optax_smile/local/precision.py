@@ -299,7 +299,7 @@ def _check_loss(
     if getattr(loss, "shape", None) != ():
         _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(loss)}", remedy)
 
-    def losses(parts: Iterable[Batch]) -> np.ndarray:
+    def losses(parts: Iterable[Batch]) -> Tree:
         return _over_batches(loss_fn, parts)(_copies(params, 1))
 
     if warns:
