@@ -25,7 +25,7 @@ DEVIATION = np.sqrt(np.diag(np.linalg.inv(PRECISION)))
 
 # Start, factors and offsets of the gradients; the last two of the first 50, which are zero.
 ONE, ZERO, CALL = np.ones(NUM_GRADIENTS), np.zeros(NUM_GRADIENTS), np.arange(NUM_GRADIENTS)
-ABSURD = list(itertools.product((0, 1, 4, 9, 1000), (1e6, 1e15)))
+ABSURD = list(itertools.product((0, 1, 1000), (1e6, 1e15)))
 TINY = (0.0, 1e-40)
 RUNS: dict[Any, Any] = {
     "from zeros": (np.zeros(5), ONE, ZERO),

@@ -119,19 +119,19 @@ def test_an_eager_update_and_stats_do_not_wait_for_the_device():
     states = jax.tree.map(lambda x: jnp.stack([x, x]), state)
 
     @jax.jit
-    def slow(x, number=150):
+    def slow(x, number=50):
         """Some seconds, for this number of products."""
         matrix = jax.lax.fori_loop(0, number, lambda _, a: a @ a / 800, jnp.ones((800, 800)))
         return x * matrix[0, 0].astype(x.dtype)
 
     # Compile all.
     jax.block_until_ready((slow(params["w"], 1), slow(states.key, 1)))
-    _, after = tx.update(params, state, params)
-    jax.block_until_ready(tx.update(params, after, params))
+    updates, after = tx.update(params, state, params)
+    jax.block_until_ready(tx.update(params, after, optax.apply_updates(params, updates)))
     optax_smile.stats(state)
     gradient = {"w": slow(params["w"])}
     updates, after = tx.update(gradient, state, params)
-    tx.update(gradient, after, params)
+    tx.update(gradient, after, optax.apply_updates(params, updates))
     assert not gradient["w"].is_ready()
     waiting = states._replace(key=slow(states.key))
     with warnings.catch_warnings():
