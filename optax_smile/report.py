@@ -167,7 +167,7 @@ def _pictures(run: StoredSnapshots, size: int, stored: list[Stored]) -> Iterator
     yield paths, "In a good run the paths overlap, and none keeps moving in one direction."
     known = [one for one in stored if one.targets is not None and one.prediction.mean is not None]
     if classes := [x for x in known if x.prediction.uncertainty == "entropy"]:
-        given = [(x.name, labelled(x.prediction.mean, x.targets)) for x in classes]
+        given = [(x.name, labelled(x.prediction.mean, np.asarray(x.targets))) for x in classes]
         yield (
             lambda ax: [plots.reliability(*pair, label=name, ax=ax) for name, pair in given],
             "Calibrated predictions lie on the dotted line; below it they are overconfident.",
