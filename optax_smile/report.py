@@ -167,7 +167,7 @@ def _pictures(run: StoredSnapshots, size: int, stored: list[Stored]) -> Iterator
     yield paths, "In a good run the paths overlap, and none keeps moving in one direction."
     known = [one for one in stored if one.targets is not None and one.prediction.mean is not None]
     if classes := [x for x in known if x.prediction.uncertainty == "entropy"]:
-        given = [(x.name, labelled(x.prediction.mean, x.targets)) for x in classes]
+        given = [(x.name, labelled(x.prediction.mean, np.asarray(x.targets))) for x in classes]
         yield (
             lambda ax: [plots.reliability(*pair, label=name, ax=ax) for name, pair in given],
             "Calibrated predictions lie on the dotted line; below it they are overconfident.",
@@ -245,15 +245,14 @@ def store(
     if scores is None:
         with _check.called("report.store", "score"):
             scores = {} if targets is None else score(prediction, targets)
-    for metric, value in scores.items():
-        _check.Real(infinite=True)("report.store", f"scores[{metric!r}]", value)
+    number = _check.Real(infinite=True)
+    scores = {x: float(number("report.store", f"scores[{x!r}]", y)) for x, y in scores.items()}
     kept = {field: getattr(prediction, field) for field in FIELDS} | {"targets": targets}
     draws = prediction.each
     if draws is not None and np.ndim(draws.log_density) == np.ndim(prediction.log_density) + 2:
         mean = draws.mean if np.ndim(draws.mean) == 3 else None
         kept |= {"each": draws.log_density, "each_mean": mean}
     arrays = {field: np.asarray(array) for field, array in kept.items() if array is not None}
-    scores = {metric: float(value) for metric, value in scores.items()}
     file = directory / FILE.format(name)
     header = {"file": file.name, "scores": scores, "uncertainty": prediction.uncertainty}
     _disk.write(file, _disk.pack(header, arrays))

@@ -59,7 +59,6 @@ class Summary:
         chain_lppd: log pointwise predictive density of each single chain, nats, `[chain]`.
         lppd, mcse: the same for all chains together, and its Monte Carlo standard error.
         checks: all tests for which there was enough information, passed or not.
-        findings: the tests that failed.
     """
 
     num_draws: int

@@ -20,6 +20,7 @@ FORMS = {"mean": "(outputs)", "variance": "(outputs)", "entropy": "(mean)"}
 FORMS |= {"log_density": "(outputs, targets)", "check": "(outputs, targets)"}
 FORMS |= {"has_target": "(targets)"}
 Name = Literal["categorical", "bernoulli", "gaussian", "tokens"]
+_fail = partial(_check.fail, "Predictor")
 # Rounding of the sum of probabilities in half precision, and fewest numbers that show more.
 SUM_ROUNDING, LEAST_NUMBERS = 0.01, 20
 
@@ -63,10 +64,6 @@ class Likelihood(NamedTuple):
     variance: Callable[[Output], jax.Array] | None = None
     check: Callable[[Output, Batch], None] | None = None
     has_target: Callable[[Batch], jax.Array] | None = None
-
-
-def _fail(argument: str, rule: str, got: str):
-    _check.fail("Predictor", argument, rule, got)
 
 
 def _check_logits(name: str, axes: str, smallest_label: int, outputs: Output, targets: Batch):

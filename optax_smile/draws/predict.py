@@ -509,13 +509,14 @@ class Average(NamedTuple):
 
     def prediction(self, entropy_of: EntropyOf) -> Prediction:
         """Return the averaged prediction with its uncertainty split in two."""
-        outcome, parts = self.outcome(entropy_of), ()
+        outcome, parts = self.outcome(entropy_of), (None, None, None)
         if self.variance is not None:
             parts = outcome.variance, self.variance, self.spread / self.count
         elif self.entropy is not None:
             epistemic = jnp.maximum(outcome.entropy - self.entropy, 0)
             parts = outcome.entropy, self.entropy, epistemic
-        return Prediction(outcome.mean, outcome.log_density, *parts)
+        total, aleatoric, epistemic = parts
+        return Prediction(outcome.mean, outcome.log_density, total, aleatoric, epistemic)
 
 
 def _average_of(outcome: Outcome, form: jax.Array, number: jax.Array) -> Average:

@@ -43,12 +43,9 @@ def sampler(
     """Turn the definition of a sampler into the function that users call.
 
     The definition is a function with the arguments and the docstring of the sampler. It returns
-    what is particular to the sampler, such as the rule by which it moves.
-
-    Args:
-        assemble: `assemble(name, particular, arguments)`, the dynamics.
-        constraints: of the arguments, besides `SHARED`.
-        fixed: arguments that the definition does not have.
+    what is particular to the sampler, such as the rule by which it moves, from which
+    `assemble(name, particular, arguments)` makes the dynamics. The `constraints` come besides those
+    of `SHARED`; `fixed` are arguments that the definition does not have.
     """
 
     def decorate(define: Definition[Arguments]) -> Maker[Arguments]:

@@ -144,11 +144,8 @@ def select(
 ) -> tuple[optax.Updates, optax.Params | None]:
     """Take the leaves that move, and require gradients and parameters that fit the state.
 
-    Args:
-        where: the function that was called.
-        updates: gradients, None for leaves that do not move.
-        params: parameters, with any other leaves among them. None if the loop passes none.
-        known: the candidates, a tree of the state.
+    The gradients are None for leaves that do not move. The parameters may have any leaves besides
+    the candidates `known`; they are None if the loop passes none.
     """
     if params is not None:
         _check_structure(where, "params", params, known, OF_INIT)

@@ -126,10 +126,8 @@ def kick(towards: Heading, length: jax.Array, num_parameters: int) -> tuple[Head
     D = length |g| / (d - 1); the kinetic energy grows by (d - 1) log(cosh D + p sinh D).
     Written with z = exp(-D), which cannot overflow. u = 0 becomes e, and p = -1 changes only the
     energy (Robnik et al. 2023, Microcanonical Hamiltonian Monte Carlo; with the sign of e that the
-    published code has, not the one of Sommer et al. 2026, appendix on the integrator).
-
-    Returns:
-        The new heading and the kinetic energy gained, in nats.
+    published code has, not the one of Sommer et al. 2026, appendix on the integrator). The second
+    result is the kinetic energy gained, in nats.
     """
     delta = length * towards.gradient_norm / (num_parameters - 1)
     p, z = towards.cosine, jnp.exp(-delta)

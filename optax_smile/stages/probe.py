@@ -77,7 +77,7 @@ def look(
     """
     if state.is_known.dtype != bool:
         rule, got = "what `init` or `update` returned", "one whose booleans are numbers"
-        remedy = "`optax.lookahead(reset_state=True)` and `sam` do that and make draws wrong."
+        remedy = "`reset_state=True` of `optax.lookahead` and `sam` makes draws wrong."
         _check.fail("update", "state", rule, got, remedy)
     found = entries(params)
     rounding = ROUNDING * max((float(jnp.finfo(x.dtype).eps) for x in found), default=0.0)

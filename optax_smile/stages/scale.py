@@ -110,11 +110,7 @@ def inverse_scale(
     Not s, by which a gradient and a drift would have to be divided: XLA stores quotients.
     s_i^2 = w + (1 - w) v_i / mean(v), so that mean(s^2) = 1 but for the clipping. As a sum of two
     positive numbers: 1 - (1 - w) would lose all digits of a coordinate with little noise.
-
-    Args:
-        variance: v, up to a factor.
-        mean: mean of v over all coordinates, scalar.
-        isotropic_weight: w in [0, 1].
+    `variance` is v up to a factor, `isotropic_weight` is w in [0, 1].
     """
     # For a mean below the normal numbers the quotient would overflow: there is no noise yet.
     noisy = ~(mean < jnp.finfo(mean.dtype).tiny)
