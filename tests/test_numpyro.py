@@ -14,7 +14,6 @@ from numpyro.infer import MCMC, NUTS
 from numpyro.infer.util import potential_energy
 
 import optax_smile
-from optax_smile.diagnostics import to_arviz
 from optax_smile.interop import from_numpyro
 
 NUM_DATA, BATCH = 400, 40
@@ -117,7 +116,7 @@ def test_draws_have_the_names_and_shapes_of_the_model():
     draws = run(bridge, data, 2, 1, sgld, num_warmup=5, num_draws=5, thin=1)
     # A model is sampled as it was written: `temperature="auto"` would be given twice.
     assert draws.settings and draws.settings["temperature"] == 1
-    posterior = to_arviz(bridge.constrain(draws)).posterior
+    posterior = bridge.to_arviz(draws).posterior
     shapes = {name: posterior[name].shape for name in posterior.data_vars}
     vectors = dict.fromkeys(["height", "effect"], (2, 5, 8))
     assert shapes == dict.fromkeys(["mean", "spread", "noise"], (2, 5)) | vectors
@@ -177,7 +176,7 @@ def test_only_sites_that_depend_on_latent_ones_are_draws():
     bridge = from_numpyro(with_data_and_constants, x, num_data=NUM_DATA)
     draws = few_draws(bridge)
     assert draws.params.keys() == {"level", "w", "part_unobserved"}
-    found = to_arviz(bridge.constrain(draws)).posterior
+    found = bridge.to_arviz(draws).posterior
     assert set(found.data_vars) == draws.params.keys() | {"is_large", "twice", "part"}
     level = found["level"].values
     assert (level > 0).all() and np.allclose(found["twice"].values, 2 * level)

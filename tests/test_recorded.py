@@ -154,6 +154,10 @@ def test_a_loop_that_goes_on_from_its_checkpoint_neither_loses_nor_doubles(tmp_p
         jax.block_until_ready(fit(recorded(directory=tmp_path), w, THIN, state))
         jax.effects_barrier()
     assert content_of(tmp_path) == before
+    other = recorded(optax_smile.sgld(1e-3, num_data=1, key=0), directory=tmp_path)
+    with pytest.raises(Exception, match=r"recorded\(sampler=...\)` must be one with name = None"):
+        jax.block_until_ready(fit(other, START[0], NUM_WARMUP + THIN))
+        jax.effects_barrier()
     other = recorded(directory=tmp_path)
     with pytest.raises(Exception, match=r"recorded\(params=...\)` must be one with leaves"):
         w, state = jnp.ones(2), other.init(jnp.ones(2))

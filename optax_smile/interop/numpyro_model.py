@@ -16,7 +16,8 @@ from numpyro.infer import init_to_uniform, util
 from numpyro.primitives import Messenger
 
 from optax_smile import _check
-from optax_smile._types import Batch, Options, Output
+from optax_smile._types import Batch, Options, Output, Tree
+from optax_smile.diagnostics.statistics import to_arviz
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 WHERE = "from_numpyro"
@@ -93,6 +94,10 @@ class NumpyroModel:
         jax.vmap(values)(jax.tree.map(lambda x: x[None], example))
         found = jax.jit(jax.vmap(jax.vmap(values)))(dict(params))
         return Snapshots(jax.tree.map(np.asarray, found), draws.trace, draws.settings)
+
+    def to_arviz(self, draws: Snapshots | StoredSnapshots) -> Tree:
+        """Convert draws for ArviZ with the model's site names, see `diagnostics.to_arviz`."""
+        return to_arviz(self.constrain(draws))
 
 
 @_check.arguments(

@@ -110,7 +110,7 @@ def _compiled(update: Callable, arguments: Options) -> Callable:
     would be compiled each time.
     """
 
-    def is_injected(leaf: object) -> bool:
+    def is_injected(leaf: Unchecked) -> bool:
         is_array = isinstance(leaf, jax.Array) and leaf.ndim == 0
         return is_array and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
