@@ -166,5 +166,9 @@ def test_wrong_use_is_told(tmp_path):
         ValueError, match=r"`Run\(batches=...\)` must be a list, which is .* 3 batc"
     ):
         begin(batches=iter(regression()[:3])).advance(4)
+    with pytest.raises(
+        ValueError, match=r"`Run\(batches=...\)` must be a list, which is .* 3 batc"
+    ):
+        next(begin(batches=iter(regression()[:3])).draws(2, thin=4))
     with pytest.warns(UserWarning, match="^`Run`: `sampler` is an optimizer"):
         begin(sampler=optax.sgd(0.1))

@@ -10,6 +10,7 @@ import pytest
 
 import optax_smile
 from optax_smile import _tree, angle_tuner, quantile_tuner
+from optax_smile.chains import _checks
 from optax_smile.stages import evidence, step_size
 
 REJECT_QUANTILE = 0.98
@@ -303,6 +304,8 @@ def test_average_of_the_angle_tuner_stays_after_adapt_steps():
     )
     after = tuner.update(turned(tuner, 4, 4)[1], nothing)
     assert after.step_size_factor * nothing.base == pytest.approx(step_size.ANGLE / 2 / 4)
+    # That of the tuner, which `chains` does not import.
+    assert _checks.ANGLE == step_size.ANGLE
 
 
 class Moved(NamedTuple):

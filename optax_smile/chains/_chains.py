@@ -114,6 +114,7 @@ class Chains:
         loss = _checks.loss_of("sample", loss_fn, aux is not None, stochastic)
         sampler_key, loss_key = jax.random.split(key) if stochastic else (key, None)
         params = parallel.place(params, mesh=mesh, specs=specs)
+        # `sampler_key` replaces the sampler's own key, the field `key` of its state.
         chains = Chain(
             params=params,
             state=parallel.init(sampler, params, mesh=mesh, specs=specs, key=sampler_key),

@@ -214,7 +214,7 @@ class _Recorder:
 
     def _keep(self, is_tick: np.ndarray, fits: np.ndarray, stats: Tree, params: Tree):
         """Keep a draw of all chains; on disk it is before the loop can write a checkpoint."""
-        step, number, own = int(stats["step"][0]), len(fits), int(fits[0])
+        step, num_chains, own = int(stats["step"][0]), len(fits), int(fits[0])
         if np.any(fits != own) or np.any(stats["step"] != step) or own < self.number:
             rule = "that of one call of `init`, the newest, with all chains at the same step"
             got = f"that of the calls {fits.tolist()}, at the steps {stats['step'].tolist()}"
@@ -226,14 +226,15 @@ class _Recorder:
         files = None if self.directory is None else self._open(self.directory, params)
         found, last = self.draws.get(step), max(self.draws, default=step - self.thin)
         if found is not None:
-            kept = found[1] if files is None else _format.read_chains(found, files.leaves, number)
-            pairs = zip(jax.tree.leaves(kept), jax.tree.leaves(params), strict=True)
-            fits_in = all(x.tobytes() == y.tobytes() for x, y in pairs)
-        elif fits_in := files is None:
+            if files is not None:
+                found = None, _format.read_chains(found, files.leaves, num_chains)
+            pairs = zip(jax.tree.leaves(found[1]), jax.tree.leaves(params), strict=True)
+            is_right = all(x.tobytes() == y.tobytes() for x, y in pairs)
+        elif is_right := files is None:
             self.draws[step] = stats, params
-        elif fits_in := last == step - self.thin or last < step and SKIPPING & {*self.settings}:
+        elif is_right := last == step - self.thin or last < step and SKIPPING & {*self.settings}:
             self.draws[step] = files.write(len(self.draws), step, params, stats)
-        if not fits_in:
+        if not is_right:
             argument, got = ("directory", self.directory) if self.directory else ("state", "one")
             rule = "new, or of a loop that repeats its draws to the bit"
             got = f"{got} with other draws, up to step {last}, at step {step}"

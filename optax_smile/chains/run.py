@@ -461,7 +461,10 @@ class Run:
         return is_there
 
     def _dispatches(self, end: int) -> Iterator[tuple[list[Batch], _host.Position]]:
-        """Yield batches of some steps, one for each gradient, and the position behind them."""
+        """Yield batches of some steps, one for each gradient, and the position behind them.
+
+        The caller takes these steps before it asks for more.
+        """
         repeats, position = self._per_step // self._batches_per_step, self._position
         while self.num_steps < end:
             taken: list[Batch] = []
@@ -518,6 +521,7 @@ class Run:
             place["position"] = self._position._asdict()
             self._kept.checkpoint(self._chains.tree, place)
 
+    @_method
     def _warn_of_batches(self, num_draws: int, end: int):
         """Say why the run ends before all draws are made; raise if there are none."""
         if not self._num_kept:

@@ -368,13 +368,14 @@ class _Plan(NamedTuple):
             tick = step + (self.num_warmup - step - 1) % self.thin + 1
             dispatches = range(step + self.steps_per_dispatch, tick, self.steps_per_dispatch)
             step = next(filter(is_due, dispatches), tick)
-            past = step - self.num_warmup
-            # This call alone fixes where the draws lie.
-            draws = run.draws(-(-past // self.thin), thin=self.thin) if past > 0 else ()
-            if past <= 0 or step < tick:
+            number = max(0, -(-(step - self.num_warmup) // self.thin))
+            # The first call fixes where the draws lie.
+            draws = run.draws(number, thin=self.thin) if number else ()
+            if number and step == tick:
+                for _ in draws:
+                    pass
+            else:
                 run.advance(step, trace=step == tick)
-            for _ in draws if step == tick else ():
-                pass
             yield run.num_steps
 
 
