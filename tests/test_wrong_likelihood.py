@@ -220,6 +220,11 @@ def test_a_step_size_like_a_learning_rate_is_named_with_a_sensible_one():
         if step_size == 1e-3:
             assert "It is not a learning rate" in found[0].advice
             assert 0.02 < 1e-3 * found[0].value[0] < 2
+    chains: Any = jax.tree.map(lambda x: jnp.stack([x, x + 0.1]), start)
+    sampler = optax_smile.psmile(1e-3, num_data=ROWS, key=0)
+    given: dict[str, Any] = {"num_warmup": 20, "num_draws": 1, "key": 0, "progress": False}
+    with pytest.warns(UserWarning, match="^`sample`: step_size=0.001 is the length of a step"):
+        optax_smile.sample(gaussian, chains, [(X, REAL)], sampler, **given)
 
 
 PROBABILITIES = jax.nn.softmax(3 * RNG.normal(size=(ROWS, CLASSES)))
@@ -229,6 +234,7 @@ OUTPUTS: dict[str, Any] = {
     "softmax of tokens": ("tokens", PROBABILITIES.reshape(8, 5, -1), None, "probabilities"),
     "sigmoid": ("bernoulli", jax.nn.sigmoid(4 * RNG.normal(size=ROWS)), None, "probabilities"),
     "logits": ("categorical", jnp.log(PROBABILITIES), None, ""),
+    "equal logits": ("categorical", jnp.zeros((ROWS, CLASSES)), None, ""),
     "small logits": ("categorical", PROBABILITIES / 2, None, ""),
     "logits of about one": ("bernoulli", RNG.uniform(0.3, 0.7, size=ROWS), None, ""),
     "mean and deviation": ("gaussian", (jnp.zeros(ROWS), 0.1), NARROW, ""),
