@@ -57,7 +57,8 @@ def network_candidates(
         params: trained networks, each leaf `[chain, ...]`.
         batches: batches of the data; only the first 20 are read.
         optimizer: your optimizer, such as `optax.adamw(1e-3)`.
-        num_data, excess: see `psmile`.
+        num_data: >= 1, see `psmile`.
+        excess: > 0, see `psmile`.
         key: JAX key or seed for the samplers.
         allowed: largest expected rise of the mean loss around the start, nats per example, > 0.
 

@@ -182,7 +182,9 @@ def local_precision(
             `key=`; the default is `psmile` with `decoherence_length="turning"` and
             `angle_tuner(0.1)`, whose long steps are accurate where the prior dominates.
         num_chains: chains per precision, >= 1.
-        num_warmup, num_draws, thin: see `sample`.
+        num_warmup: steps of each chain before the first draw, >= 0.
+        num_draws: draws of each chain, >= 1.
+        thin: steps between draws, >= 1.
         max_runs: largest number of precisions to try, >= 1.
         key: JAX key or seed.
         check: warn of a loss that looks like a sum, see `sample`.
