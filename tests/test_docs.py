@@ -83,7 +83,7 @@ def test_words_that_users_search_for_have_an_entry():
     assert [word for word in SEARCHED.split(";") if word.strip().lower() not in found] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hero_prints_what_is_shown(capsys):
     """The exact columns to the digit. Another compiler rounds the chain elsewhere: over five seeds
     means differ by 0.02 standard deviations, standard deviations by 12 %.

@@ -119,7 +119,7 @@ def test_a_damaged_prediction_is_named_and_the_page_before_stays(run, draws, tmp
     assert path.read_text() == page and len(list(path.parent.iterdir())) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command(run, draws):
     """Warnings of Python itself, such as of a module imported twice, are errors."""
     report.store(run, "test", predict(draws), targets=LABELS, scores={"mine": 1e-7})
