@@ -135,8 +135,9 @@ def main():
         each = jax.scipy.stats.norm.logpdf(held_out[1], mean, jnp.exp(log_std))
         return jax.nn.logsumexp(each, axis=0) - jnp.log(len(each))
 
-    given = loss_fn, init_fn, [train], optax.adam(1e-2)
-    start = optax_smile.warmstart(*given, num_members=4, num_epochs=100, key=0)
+    start = optax_smile.warmstart(
+        loss_fn, init_fn, [train], optax.adam(1e-2), num_members=4, num_epochs=100, key=0
+    )
     sampler = optax_smile.psmile(num_data=len(train[0]), key=0)
     with optax_smile.Run(loss_fn, start, [train], sampler, key=0) as run:
         run.advance(1_000)

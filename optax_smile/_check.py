@@ -330,7 +330,10 @@ class PathLike(Constraint):
             fail(where, argument, self.text, show(value))
         if "\0" in (path := os.fsdecode(value)):
             fail(where, argument, "a path without null characters", repr(path))
-        return Path(path).expanduser()
+        try:
+            return Path(path).expanduser()
+        except RuntimeError:
+            fail(where, argument, self.text, repr(path), "There is no such home directory.")
 
 
 @dataclass(frozen=True)

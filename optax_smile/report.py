@@ -167,9 +167,14 @@ def _pictures(run: StoredSnapshots, size: int, stored: list[Stored]) -> Iterator
     yield paths, "In a good run the paths overlap, and none keeps moving in one direction."
     known = [one for one in stored if one.targets is not None and one.prediction.mean is not None]
     if classes := [x for x in known if x.prediction.uncertainty == "entropy"]:
-        given = [(x.name, labelled(x.prediction.mean, np.asarray(x.targets))) for x in classes]
+
+        def reliability(ax):
+            for x in classes:
+                pair = labelled(x.prediction.mean, np.asarray(x.targets))
+                plots.reliability(*pair, label=x.name, ax=ax)
+
         yield (
-            lambda ax: [plots.reliability(*pair, label=name, ax=ax) for name, pair in given],
+            reliability,
             "Calibrated predictions lie on the dotted line; below it they are overconfident.",
         )
     for one in known:

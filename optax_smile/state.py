@@ -59,7 +59,7 @@ class LastUpdate(NamedTuple):
         fingerprint: jax.Array,
         **others: jax.Array,
     ) -> LastUpdate:
-        """Record a call, whether it rejects the open step, and `others`, further fields."""
+        """Record a call; `others` are further fields that change."""
         last = self.last_temperature
         return self._replace(
             energy_level=jnp.full_like(self.energy_level, value is not None),

@@ -57,7 +57,7 @@ def test_tiny_and_impossible_densities():
 
 @pytest.mark.parametrize("form", ["memory", "flat"])
 def test_chosen_draws_predict_but_are_no_sample(form, tmp_path):
-    """In memory and on disk, where one is rounded, and scores of the first k of them."""
+    """In memory and on disk, and scores of the first k of them."""
     start: Any = {"w": jnp.arange(6.0).reshape(3, 2), "frozen": [jnp.zeros((3, 5))]}
     given: dict[str, Any] = {"num_warmup": 2, "num_draws": 4, "thin": 2, "key": 0, "check": False}
     given |= {"directory": None if form == "memory" else tmp_path / "run", "progress": False}

@@ -1,5 +1,6 @@
 """The choice among samplers and optimizers, where the posterior is known."""
 
+import re
 import signal
 from typing import Any
 
@@ -423,7 +424,8 @@ def test_what_does_not_fit_is_refused_before_the_first_step():
             find(candidates, **changes)
 
     for name in ("", "..", "a/b", "a\0", 3, "rounds.json"):
-        refuse(r"candidates=...\)` must be a dict .* by name, a valid name", {name: sgld(1e-3)})
+        rule = r"candidates=...\)` must be a dict .* by name, a valid folder name, got"
+        refuse(rf"{rule} \[{re.escape(repr(name))}\]", {name: sgld(1e-3)})
     refuse(r"candidates=...\)` must be a dict of at least one sampler or optimizer by name", {})
     fine = {"a": sgld(1e-3)}
     refuse(r"candidates\['a'\]=...\)` must be", {"a": None})

@@ -227,6 +227,8 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
     for home in ("~/run", Path("~/other")):
         draw(home, num_draws=1)
         assert optax_smile.load_snapshots(home).num_draws == 1
+    with pytest.raises(ValueError, match=r"directory=...\)` must be a path, got '~nobody"):
+        optax_smile.load_snapshots("~nobody-of-this-name/run")
     assert sorted(x.name for x in (tmp_path / "home").iterdir()) == ["other", "run"]
     assert [x.name for x in tmp_path.iterdir()] == ["home"]
 

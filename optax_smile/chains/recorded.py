@@ -206,7 +206,8 @@ class _Recorder:
         with self.threads:
             try:
                 if self.failure is None:
-                    self._keep(*jax.tree.map(np.array, sent))
+                    with _check.called("recorded", "load_snapshots"):
+                        self._keep(*jax.tree.map(np.array, sent))
             except BaseException as error:
                 self.failure = error
                 self._unlock()
@@ -223,6 +224,7 @@ class _Recorder:
             return
         if own > self.number:
             self.number, self.draws, self.files = own, {}, None
+            self.starts = {x: start for x, start in self.starts.items() if x >= own}
         files = None if self.directory is None else self._open(self.directory, params)
         found, last = self.draws.get(step), max(self.draws, default=step - self.thin)
         if found is not None:

@@ -109,7 +109,7 @@ class Selection(NamedTuple):
 class _Candidates(_check.Constraint):
     """Transformations by name, converted to a dict."""
 
-    text = "a dict of at least one sampler or optimizer by name, a valid name of a folder"
+    text = "a dict of at least one sampler or optimizer by name, a valid folder name"
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         def is_name(x) -> bool:
@@ -117,7 +117,8 @@ class _Candidates(_check.Constraint):
             return bool(is_text) and not {*'/\\:*?"<>|\0'} & {*x}
 
         if not isinstance(value, Mapping) or not value or not all(map(is_name, value)):
-            _check.fail(where, argument, self.text, _check.show(value))
+            got = [*value] if isinstance(value, Mapping) else _check.show(value)
+            _check.fail(where, argument, self.text, got)
         for name, candidate in value.items():
             _check.TRANSFORMATION(where, f"{argument}[{name!r}]", candidate)
         return dict(value)
@@ -277,7 +278,8 @@ def select(
         try:
             for (end, num_dropped), scores in zip(rounds, found, strict=True):
                 for name in _contenders(running, finalists, scores):
-                    part, shown = folder and folder / name / PART, functools.partial(show, name)
+                    part = None if folder is None else folder / name / PART
+                    shown = functools.partial(show, name)
                     scores[name] = _score(run(name), plan, predictor, end, part, shown)
                     if folder is not None:
                         _disk.write_json(folder / ROUNDS, {**identity, "found": found})
@@ -291,8 +293,11 @@ def select(
                     finalists = {x: finalists[x] for x in finalists if x in running}
                 close(runs.keys() - finalists)
             close(runs.keys() - running)
-            for step in plan.steps(run(running[0]), plan.end):
-                show(running[0], step)
+            (best,) = running
+            for step in plan.steps(run(best), num_warmup):
+                show(best, step)
+            for _ in run(best).draws(num_draws, thin=thin):
+                show(best, run(best).num_steps)
         except Interrupted as interrupt:
             if len(running) > 1 or not run(running[0]).num_draws:
                 raise

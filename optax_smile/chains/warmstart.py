@@ -118,8 +118,9 @@ def warmstart(
         mesh: devices; members are spread over the axis `"chain"`, see `parallel`.
         specs: how the parameters of one member are sharded, see `parallel.place`.
         directory: directory for checkpoints, which are written at the end of epochs. A call with
-            the same directory resumes the training, or returns at once if it is finished. Only
-            `num_epochs` may change; what the loss and the optimizer compute is not compared. If
+            the same directory resumes the training, or returns at once if it is finished. Of
+            what defines the training only `num_epochs` may change; what the loss and the optimizer
+            compute is not compared. If
             `batches` is no list or tuple, a resumed call first iterates over it once for each
             finished epoch, which restores the order of batches that are shuffled with a fixed seed.
         check: test the loss on the first batch, unless it is `stochastic`, and warn if it looks
@@ -208,6 +209,7 @@ def warmstart(
         bar = closing.enter_context(Bar(num_epochs, "warm start", progress, compiles=True))
         stop_requested = closing.enter_context(_host.stop_signals())
         if epoch < num_epochs and not _are_done(members, patience):
+            # To the order that a shuffled pass has next; passes over a list are all equal.
             for _ in range(0 if isinstance(batches, Sequence) else epoch):
                 for _ in batches:
                     pass

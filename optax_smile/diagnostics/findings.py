@@ -105,7 +105,7 @@ STEP_SIZES = {
     },
     "schedule": {"shorter": "a schedule of smaller steps", "longer": "a schedule of larger steps"},
     "number": {"shorter": "a smaller step size", "longer": "a larger step size"},
-    "another tuner": {
+    "unknown": {
         "shorter": "shorter steps",
         "longer": "longer steps",
         "steadier": "a larger num_warmup, until the steps have their final length",
@@ -120,13 +120,13 @@ NOISE = (
 
 
 def chooser(settings: Settings) -> str:
-    """Return what chooses the step size of a sampler, if it is known, a key of `STEP_SIZES`."""
+    """Return what chooses the step size of a sampler, a key of `STEP_SIZES`."""
     tuner = settings.get("tuner")
     if isinstance(tuner, Mapping) and tuner.get("name") in STEP_SIZES:
         return str(tuner["name"])
     step_size = None if tuner is not None else settings.get("step_size")
     # A function is stored by its name.
-    return {str: "schedule", type(None): "another tuner"}.get(type(step_size), "number")
+    return {str: "schedule", type(None): "unknown"}.get(type(step_size), "number")
 
 
 def nominal_rate(settings: Settings) -> float:

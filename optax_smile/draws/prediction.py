@@ -78,7 +78,7 @@ def _shapes(fields: Outcome | Prediction) -> dict[str, str]:
 
 
 def labelled(mean: ArrayLike, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return labels, and probabilities `[input, class]`, where those of class 1 may be given."""
+    """Return probabilities `[input, class]`, also where those of class 1 are given, and labels."""
     if np.shape(mean) != targets.shape:
         return np.asarray(mean), targets
     if (unknown := targets[~np.isin(targets, (0, 1))]).size:

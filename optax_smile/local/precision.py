@@ -296,7 +296,8 @@ def _check_loss(
     first = next(iter(batches), None)
     if first is None:
         _check.fail(where, "batches", "at least one batch", "none")
-    rule, remedy = "a function that returns the mean loss, a scalar", "`params` are of one network."
+    rule = "a function that returns the mean loss, a scalar"
+    remedy = "Pass the parameters of one network."
     loss = _check.traced(where, "loss_fn", loss_fn, params, first, rule=rule, advice=remedy)
     if getattr(loss, "shape", None) != ():
         _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(loss)}", remedy)

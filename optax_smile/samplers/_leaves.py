@@ -40,9 +40,10 @@ class SampledState(NamedTuple):
     def observe(
         self, moves: Sequence[bool], size: int, is_first: jax.Array, differs: jax.Array
     ) -> "SampledState":
-        """Record which leaves the first call moves, of which `size`, and whether others do later.
+        """Record which leaves the first call moves, and whether a later one moves others.
 
-        `differs` says whether the parameters are not the tracked ones.
+        `size` is their number of parameters, and `differs` says whether the parameters are not the
+        tracked ones.
         """
         now = jnp.asarray(moves, bool)
         others = ~is_first & jnp.any(self.has_gradient != now)

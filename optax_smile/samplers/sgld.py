@@ -51,13 +51,14 @@ def sgld(
         theta <- theta - eps grad U + sqrt(2 eps) z,  z ~ N(0, I)
         U = (num_data * mean_loss + prior_precision / 2 |theta|^2) / temperature
 
+    Arguments not listed are those of `psmile`.
+
     Args:
         step_size: eps > 0, the square of a length: a number or an Optax schedule of the number of
             steps. `optax.sgd(lr)` on the mean loss has the drift of eps = lr / num_data.
         temperature: of the posterior, > 0; 1 is the Bayesian posterior.
         key: JAX key or seed for the noise, needed. To give chains under `vmap` different keys, use
-            `optax_smile.parallel.init(sampler, params, key=key)`. For the other arguments see
-            `psmile`.
+            `optax_smile.parallel.init(sampler, params, key=key)`.
 
     Returns:
         An Optax transformation, as from `psmile`. It needs no `value` and has no energy error; a

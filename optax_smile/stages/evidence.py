@@ -175,7 +175,7 @@ class OpenStep(NamedTuple):
     ) -> OpenStep:
         """Add the kicks and the drift of a call; start again where the call opens a step.
 
-        The `opening_kick` gains this energy, nats.
+        `opening_kick` is the energy that the opening kick gains, nats.
         """
         opens = end.opens_step
         at = self.opening_value if value is None else jnp.where(opens, value, self.opening_value)

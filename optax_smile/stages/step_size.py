@@ -28,7 +28,7 @@ GROWTH = 10.0
 
 
 class Tuner:
-    """A rule for the step size. This class itself keeps that of the user.
+    """A rule for the step size.
 
     For a rule of your own, inherit from it, preferably as a frozen dataclass, override `update`,
     and `init` if the state has more fields than `step_size_factor`. Both are pure functions that
@@ -68,7 +68,7 @@ class Tuner:
                 by which gradients turn the momentum; `base`, the user's step size;
                 `num_gradients`, the calls so far.
         """
-        return state
+        raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{x}={value!r}' for x, value in vars(self).items())})"
@@ -83,6 +83,15 @@ class FactorState(NamedTuple):
     """
 
     step_size_factor: jax.Array
+
+
+@dataclass(frozen=True, repr=False)
+class Fixed(Tuner):
+    """Keep the user's step size."""
+
+    def update(self, state: FactorState, evidence: Evidence) -> FactorState:
+        """Return the state unchanged."""
+        return state
 
 
 @dataclass(frozen=True, repr=False)
@@ -274,7 +283,7 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
 def choose(where: str, tuner: Tuner | None, step_size: StepSize | None) -> Tuner:
     """Return the tuner for the arguments `tuner` and `step_size` of a sampler."""
     if tuner is None:
-        return angle_tuner() if step_size is None else Tuner()
+        return angle_tuner() if step_size is None else Fixed()
     if tuner.sets_step_size and step_size is not None:
         rule = "None or a tuner such as `quantile_tuner(...)` if `step_size` is given"
         advice = "This tuner chooses the step size itself: leave out `tuner` or `step_size`."

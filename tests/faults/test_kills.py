@@ -1,6 +1,6 @@
 """A run that is killed at any moment loses no draw and ends with the bits of one never killed.
 
-Forms: `sample`, a loop over `Run`, and a loop on a mesh of two devices.
+Forms: `sample`, a loop over `Run`, a loop on a mesh of two devices, and one whose start is trained.
 Started as a script this file is the run: `python test_kills.py LIFE COMPILED`.
 """
 
@@ -17,16 +17,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import runs
 from jax.sharding import AxisType
 
 import optax_smile
 
-FORMS = ("sample", "loop", "mesh")
-# Seconds at every step: 60 of them outlast a life of up to a second on any machine.
+FORMS = ("sample", "loop", "mesh", "warm start")
+# Seconds at every step and epoch: 60 of them outlast a life of up to a second on any machine.
 PAUSE, DRAWS_PER_LIFE = 0.02, 60
-CHAINS, DEVICES, WARMUP = 4, 2, 5
+CHAINS, DEVICES, EPOCHS, WARMUP = 4, 2, 100, 5
 # Kills of a whole campaign, and of its quick form.
 KILLS, FEW_KILLS = 25, 5
 # Seconds that a run may take to start; a machine that compiles the first time needs some.
@@ -44,6 +45,12 @@ PLACES = {
 }
 # What a pull request is tested with.
 QUICK = ("before a draw has its name", "before a checkpoint has its name")
+# The same while the start is trained, after its first checkpoint is written.
+WARM_PLACES = {
+    "before a checkpoint of the start": ("open", "/.checkpoint-", 2),
+    "before a checkpoint of the start has its name": ("os.rename", "/.checkpoint-", 2),
+    "before an old checkpoint of the start is removed": ("os.remove", "/checkpoint-", 1),
+}
 
 
 class Life(NamedTuple):
@@ -65,6 +72,16 @@ class Life(NamedTuple):
         return Path(self.directory)
 
 
+class Batches(list):
+    """Batches that call `tell` at every pass."""
+
+    tell = staticmethod(lambda: None)
+
+    def __iter__(self):
+        self.tell()
+        return super().__iter__()
+
+
 def noisy_loss(params, batch, *, key):
     x, y = batch
     x = x + 0.1 * jax.random.normal(key, x.shape)
@@ -72,13 +89,28 @@ def noisy_loss(params, batch, *, key):
 
 
 def run(life: Life, tell=lambda: None) -> Any:
-    """Draws of one of the forms; `tell` is called at every draw."""
+    """Draws of one of the forms; `tell` is called at every epoch and draw."""
     generator = np.random.default_rng(0)
     x = generator.normal(size=(7, 20, 2)).astype(np.float32)
     y = (x.sum(axis=-1) + generator.normal(size=(7, 20))).astype(np.float32)
-    batches, mesh = list(zip(x, y, strict=True)), None
+    batches, mesh = Batches(zip(x, y, strict=True)), None
     params: Any = {"w": jnp.arange(2.0 * CHAINS).reshape(CHAINS, 2), "b": jnp.zeros(CHAINS)}
     both: Any = {"stochastic": True, "checkpoint_minutes": life.minutes, "progress": False}
+    if life.form == "warm start":
+        batches.tell = tell
+        params = optax_smile.warmstart(
+            noisy_loss,
+            lambda key: {"w": jax.random.normal(key, (2,)), "b": jnp.zeros(())},
+            batches,
+            optax.adam(0.01),
+            num_members=CHAINS,
+            num_epochs=EPOCHS,
+            patience=EPOCHS,
+            validation=batches[0],
+            key=jax.random.key(1),
+            directory=life.directory and life.folder.with_name("start"),
+            **both,
+        )
     if life.form == "mesh":
         devices = jax.devices()[:DEVICES]
         mesh = jax.make_mesh((DEVICES,), ("chain",), (AxisType.Auto,), devices=devices)
@@ -88,9 +120,9 @@ def run(life: Life, tell=lambda: None) -> Any:
     if life.form == "sample":
         steps: Any = {"num_warmup": WARMUP, "num_draws": life.num_draws, "thin": 1}
         with runs.watching(lambda step, stats: tell()):
-            return optax_smile.sample(noisy_loss, params, batches, sampler, **steps, **given)
+            return optax_smile.sample(noisy_loss, params, list(batches), sampler, **steps, **given)
     del given["progress"]
-    with optax_smile.Run(noisy_loss, params, batches, sampler, **given) as chains:
+    with optax_smile.Run(noisy_loss, params, list(batches), sampler, **given) as chains:
         chains.advance(WARMUP)
         for _ in chains.draws(life.num_draws):
             tell()
@@ -100,7 +132,9 @@ def run(life: Life, tell=lambda: None) -> Any:
 def die_at(place: str, directory: str):
     """Kill this process right before a file operation of `PLACES`."""
     first = "open", "/.draw-"
-    operation, part, left = PLACES[place]
+    if place in WARM_PLACES:
+        first, directory = ("os.rename", "/.checkpoint-"), str(Path(directory).with_name("start"))
+    operation, part, left = (PLACES | WARM_PLACES)[place]
     has_begun = False
 
     def watch(event, arguments):
@@ -184,7 +218,10 @@ def compiled(tmp_path_factory):
 @pytest.mark.nightly
 @pytest.mark.parametrize("form", FORMS)
 def test_kill_at_any_moment(tmp_path, compiled, form, full, record):
-    """With a checkpoint at every step, and, every other time, with many draws between two."""
+    """With a checkpoint at every step, and, every other time, with many draws between two.
+
+    The first kill of a warm start falls into its training, and more of the first half may.
+    """
     kills = KILLS if full else FEW_KILLS
     life = Life(form, str(tmp_path / "run"), kills * DRAWS_PER_LIFE, pause=PAUSE)
     expected = expected_of(form, life.num_draws)
@@ -193,7 +230,7 @@ def test_kill_at_any_moment(tmp_path, compiled, form, full, record):
         with begin(life._replace(minutes=0.0 if kill % 2 else 0.003), compiled) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "running\n"
-            if kill % 2:
+            if kill % 2 and (form != "warm start" or kill > kills / 2):
                 # However slow the machine is: a life without a draw has nothing to lose.
                 end = time.monotonic() + PATIENCE
                 while len(list(life.folder.glob("draw-*"))) <= kept[-1]:
@@ -204,6 +241,7 @@ def test_kill_at_any_moment(tmp_path, compiled, form, full, record):
             process.kill()
         kept.append(check_draws(life, expected, kept[-1]))
     assert len(set(kept)) > kills / 4, kept
+    assert form != "warm start" or kept[1] == 0, kept
     finish(life, compiled, expected)
     record("kills at random moments", of=form, cases=kills, silent=0, raw=0, lost=0)
 
@@ -213,7 +251,7 @@ NIGHTLY = (pytest.param(form, marks=pytest.mark.nightly) for form in FORMS)
 
 @pytest.mark.parametrize("form", [pytest.param("quick", marks=pytest.mark.slow), *NIGHTLY])
 def test_kill_at_the_worst_moments(tmp_path, compiled, form, record):
-    places = QUICK if form == "quick" else PLACES
+    places = WARM_PLACES if form == "warm start" else QUICK if form == "quick" else PLACES
     form = "loop" if form == "quick" else form
     life = Life(form, str(tmp_path / "run"), FEW_KILLS * DRAWS_PER_LIFE, minutes=0)
     expected, kept = expected_of(form, life.num_draws), 0
@@ -222,7 +260,7 @@ def test_kill_at_the_worst_moments(tmp_path, compiled, form, record):
             process.communicate(timeout=PATIENCE)
         assert process.returncode == -signal.SIGKILL, place
         kept = check_draws(life, expected, kept)
-    assert 0 < kept < 50
+    assert kept < 50 and (kept > 0) == (form != "warm start")
     finish(life, compiled, expected)
     record("kills in named places", of=form, cases=len(places), silent=0, raw=0, lost=0)
 
