@@ -96,6 +96,7 @@ def test_units_of_features_and_target_do_not_matter():
     mean, std = moved.predict(x, return_std=True)
     np.testing.assert_allclose(mean, 0.01 * found.mean + 5, rtol=0, atol=1e-4)
     np.testing.assert_allclose(std, 0.01 * np.sqrt(found.total), rtol=1e-2)
+    np.testing.assert_array_equal(moved.predict_std(x), std)
     np.testing.assert_allclose(other.log_density, found.log_density - np.log(0.01), atol=0.02)
 
 

@@ -246,11 +246,13 @@ def test_what_fails_reaches_the_user(tmp_path, monkeypatch):
     assert optax_smile.load_snapshots(tmp_path / "full").num_draws == 2
 
 
-def test_a_loop_without_parameters_is_recorded(doubles, four):
+def test_a_loop_without_parameters_is_recorded_and_said_to_be_unchecked(doubles, four):
     tx = recorded(psmile(track_params=True))
     blind: Any = tx._replace(update=lambda updates, state, params: tx.update(updates, state))
     jax.jit(jax.vmap(lambda w: fit(blind, w, NUM_WARMUP + 20 * THIN)))(START)
-    np.testing.assert_allclose(tx.draws().params, four.params[:, :20], rtol=1e-5)
+    with pytest.warns(UserWarning, match="does not pass `params` to `update`"):
+        draws = tx.draws()
+    np.testing.assert_allclose(draws.params, four.params[:, :20], rtol=1e-5)
 
 
 def test_recording_ends_with_a_warning_where_the_counter_does():

@@ -185,7 +185,7 @@ def test_a_selection_stopped_after_the_choice_returns_its_draws(tmp_path, short)
     # In the later round of the chosen one, whose first draw is after 33 steps.
     with pytest.warns(UserWarning, match="^`select` was stopped by .* and 1 draw ") as told:
         found = find(TWO, directory=tmp_path, batches=Batches(18 + 35), **SHORT)
-    assert told[0].filename == __file__ and found.draws.interrupted == "SIGINT"
+    assert told[0].filename == __file__ and found.interrupted == "SIGINT"
     assert found.best == "sgld" and found.num_steps.tolist() == [18] and np.isfinite(found.cost)
     with pytest.warns(UserWarning, match="^`select` was stopped by .* and 7 draws"):
         assert find(TWO, directory=tmp_path, batches=Batches(53), **SHORT).draws.num_draws == 7

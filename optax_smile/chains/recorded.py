@@ -73,8 +73,7 @@ def recorded(
     Returns:
         An Optax transformation. Several chains need one `vmap` of its `init`, and take their steps
         together. Its method `draws()` returns the draws since the last `init` that has any, as
-        `sample` does. It cannot tell whether a loop that does not pass `params` to `update` adds
-        the updates unchanged.
+        `sample` does.
 
     Raises:
         ValueError: an argument is out of range. From `init`: there is no sampler, the call is
@@ -82,6 +81,10 @@ def recorded(
             changed the updates, the folder is of another fit, or a draw that was made again
             differs; JAX raises the last two in the loop, too.
         OSError: from `draws()` and in the loop: a draw could not be written.
+
+    Warns:
+        UserWarning: from `draws()`: recording ended at call 2**31 - 1, or no check can detect
+            changes of the updates, as the loop does not pass `params` to `update`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -115,6 +118,7 @@ def recorded(
             shapes = jax.eval_shape(lambda x: x, updates if params is None else params)
             with jax.ensure_compile_time_eval():
                 recorder.settings = _settings.of(sampler, shapes) or {}
+        recorder.is_blind |= params is None
         updates, after = inner.update(updates, before.sampler, params, **others)
         after = RecordedState(after, before.fit)
         recorder.send(after, None if params is None else optax.apply_updates(params, updates))
@@ -164,6 +168,7 @@ class _Recorder:
             _disk.import_safetensors()
         self.settings: Options = {}
         self.failure: BaseException | None = None
+        self.is_blind = False
         self.locked: contextlib.ExitStack | None = None
         # Parameters in each call of `init`, and the number of the one that the draws are of.
         self.starts: dict[int, Tree] = {}
@@ -300,6 +305,11 @@ class _Recorder:
                 draws = load_snapshots(self.directory, like=like)
         if np.any(draws.trace["is_altered"]):
             raise ValueError("`draws`: the loop changed the updates. These are no posterior draws.")
+        if self.is_blind:
+            warn(
+                "`draws`: the loop does not pass `params` to `update`. Changes of the updates,"
+                " after which these are no posterior draws, are not detected."
+            )
         if np.max(draws.trace["num_gradients"]) >= _check.LARGEST_WHOLE - 2 * self.thin:
             ends = f"recording ends at call {_check.LARGEST_WHOLE} of `update`"
             warn(f"`draws`: {ends}. To go on, call `init` with the last draw.")

@@ -50,8 +50,7 @@ class Selection(NamedTuple):
 
     Attributes:
         best: name of the chosen candidate.
-        draws: draws of its whole run, as `sample` returns them; `draws.interrupted` is the signal
-            that ended it, or None.
+        draws: draws of its whole run, as `sample` returns them.
         names: names of all candidates, `[candidate]`.
         num_steps: steps of each chain from the start to the end of each round, `[round]`.
         lppd: score of the round: log pointwise predictive density of the validation data, nats per
@@ -77,6 +76,11 @@ class Selection(NamedTuple):
     final_lppd: float
     total_steps: int
     cost: float
+
+    @property
+    def interrupted(self) -> str | None:
+        """`"SIGINT"` or `"SIGTERM"` if this signal ended the run of the chosen candidate."""
+        return getattr(self.draws, "interrupted", None)
 
     def __str__(self) -> str:
         rows = [("0", "start", self.start_lppd, *[np.nan] * 3)]
@@ -303,7 +307,7 @@ def select(
                 raise
             signal = interrupt.signal
             rest = "a script that is to be started again must exit with a status other than 0."
-            warn(f"{interrupt} `selection.draws.interrupted` is {signal!r}: {rest}")
+            warn(f"{interrupt} `selection.interrupted` is {signal!r}: {rest}")
         (best,) = running
         draws, total_steps, final_lppd = run(best).snapshots(), run(best).num_steps, -np.inf
         vars(draws).update(interrupted=signal)

@@ -198,13 +198,14 @@ class BayesianRegressor(RegressorMixin, _Bayesian):
     def predict(
         self, X: Batch, return_std: bool = False
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-        """Predict the mean, `[input]`, and with `return_std` also the standard deviation.
-
-        It has noise and model uncertainty combined.
-        """
+        """Predict the mean, `[input]`, and with `return_std` a pair of it and `predict_std`."""
         found = super().prediction(X)
         mean = found.mean * self.width_ + self.center_
         return (mean, np.sqrt(found.total) * self.width_) if return_std else mean
+
+    def predict_std(self, X: Batch) -> np.ndarray:
+        """Predict the standard deviation, noise and model uncertainty combined, `[input]`."""
+        return self.predict(X, return_std=True)[1]
 
     def _code(self, where: str, y: Batch) -> np.ndarray:
         y = _check.host(where, "y", y).astype(float)
