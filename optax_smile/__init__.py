@@ -7,6 +7,7 @@ The public names, by what you want to do:
     replace an optimizer      psmile (the default), smile, mclmc, sgld, psgld, sghmc,
                               scale_adapted_sghmc, cyclical_sgld; published: as in the paper
     read a sampler's state    last_accepted (the current draw), stats, Stats
+    update without params     tracked
     check your own loop       check, CheckReport; ArgumentError is what bad arguments raise
     sample without a loop     warmstart, then sample; chains_from_weights, parallel
     get draws from a fit()    recorded, RecordedSampler; interop: NumPyro, scikit-learn
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING
 
 from optax_smile import diagnostics, interop, local, metrics, parallel, plots, published
 from optax_smile._check import ArgumentError
+from optax_smile._tracked import tracked
 from optax_smile._version import __version__ as __version__
 from optax_smile.chains.check import CheckReport, check
 from optax_smile.chains.recorded import RecordedSampler, recorded
@@ -59,7 +61,8 @@ __all__ += ["StoredSnapshots", "Tuner", "angle_tuner", "chains_from_weights", "c
 __all__ += ["cyclical_sgld", "diagnostics", "interop", "last_accepted", "load_snapshots", "local"]
 __all__ += ["mclmc", "metrics", "parallel", "plots", "predict", "psgld", "psmile", "published"]
 __all__ += ["quantile_tuner", "recorded", "report", "sample", "scale_adapted_sghmc"]
-__all__ += ["scale_by_gradient_noise", "select", "sghmc", "sgld", "smile", "stats", "warmstart"]
+__all__ += ["scale_by_gradient_noise", "select", "sghmc", "sgld", "smile", "stats", "tracked"]
+__all__ += ["warmstart"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -31,14 +31,22 @@ LARGEST_GROUP = 8
 
 MISSING_PARAMS = (
     "You are using a transformation that requires the current value of parameters, "
-    "but you are not passing `params` when calling `update`. Pass them, or build the sampler with"
-    " `track_params=True`: its state then holds them."
+    "but you are not passing `params` when calling `update`. Pass them, or use"
+    " `optax_smile.tracked(sampler)`, whose state holds them."
 )
 
 
 def size(tree: Tree) -> int:
     """Count the parameters of all leaves, by their global shapes; leaves may be shapes alone."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def is_floating(leaf: Tree) -> bool:
+    """Whether a leaf is an array of floating-point or complex numbers."""
+    dtype = getattr(leaf, "dtype", None)
+    if not isinstance(dtype, np.dtype) or not hasattr(leaf, "shape"):
+        return False
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def dtype(tree: Tree) -> jnp.dtype:

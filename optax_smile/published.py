@@ -46,7 +46,6 @@ def _published(name: str, preconditioner: Preconditioner, tuned: bool):
         prior_mean: Tree = 0.0,
         log_prior: LogPrior | None = None,
         temperature: float | jax.Array = 1.0,
-        track_params: bool = False,
     ) -> Preconditioner:
         return preconditioner
 

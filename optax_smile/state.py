@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _trace, _tree
+from optax_smile import _check, _trace, _tracked, _tree
 from optax_smile._types import Tree, by_identity
 
 # Format of the states of all samplers. A state of another format cannot be continued.
@@ -143,7 +143,7 @@ class Stats(NamedTuple):
         is_altered: True if at least three, and more than 1 %, of the last 512 compared calls were
             altered. The points are then not draws. A single restored checkpoint does not set it. A
             compiled call sets it for good if it gets gradients for other leaves than the first
-            call, or other parameters than those that the state tracks.
+            call.
         num_parameters: d, the number of sampled parameters: those of the leaves with a gradient; 0
             for an optimizer.
         noise_id: identifies the random numbers of the next call. If it is equal in two chains, both
@@ -336,23 +336,21 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
         state: state after `update`, alone or inside a larger one, such as the `opt_state` of an
             `nnx.Optimizer`. For a state with a leading chain axis use
             `jax.vmap(last_accepted)`.
-        params: parameters after `optax.apply_updates`. With `track_params=True` the state has them,
-            and parameters that you pass are compared with these.
+        params: parameters after `optax.apply_updates`. The state of `tracked` has them.
 
     Returns:
         Parameters like `params`, with variables of Flax nnx replaced by their arrays, which
         `nnx.update(model, ...)` takes. Leaves that the sampler does not see (masked, partitioned,
         or not among those given to `init`, such as functions and running statistics) are returned
-        unchanged. Without `params`, the tracked ones: None, or a `MaskedNode`, in the place of
-        leaves that the sampler does not see, and leaves without a gradient as `init` got them.
+        unchanged. Without `params`, a tree like `tracked_params` of the state.
 
     Raises:
         ValueError: the state holds no sampler, or more than one, or another transformation comes
             after it in an `optax.chain`, or it is one of several chains; the state is concrete and
             its `is_altered` is true, see `Stats`; `params` lacks leaves of those given to `init`,
-            or has them in another shape or precision, or is missing, or differs from the tracked
-            ones, or, outside of compiled functions, is not finite; `update` was compiled and got
-            gradients for other leaves than at first, or other parameters than the tracked ones.
+            or has them in another shape or precision, or is missing, or, outside of compiled
+            functions, is not finite; `update` was compiled and got gradients for other leaves than
+            at first.
 
     Cost: two passes over the parameters; no gradient.
 
@@ -372,9 +370,10 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
         _check.fail("last_accepted", "state", rule, f"one with the leading axes {axes}", remedy)
     params = _without_variables(params)
     if params is None:
-        params = getattr(sampler, "tracked_params", None)
+        params = _tracked.params_of(_without_variables(state))
     if params is None:
-        rule, remedy = "the parameters after `optax.apply_updates`", "Or use `track_params=True`."
+        rule = "the parameters after `optax.apply_updates`"
+        remedy = "Or use `optax_smile.tracked(sampler)`."
         _check.fail("last_accepted", "params", rule, "None", remedy)
     try:
         draw = sampler.last_accepted(params)

@@ -374,7 +374,7 @@ def test_missing_params():
         with pytest.raises(ValueError) as error:
             update(name, params=None)
         assert str(error.value).startswith(str(expected.value))
-        assert "`track_params=True`" in str(error.value)
+        assert "`optax_smile.tracked(sampler)`" in str(error.value)
 
 
 def test_traced_numbers_pass_and_mean_the_same():

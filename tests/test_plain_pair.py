@@ -114,7 +114,7 @@ def test_seeds_are_those_of_jax_and_others_are_refused():
 
 
 def test_an_eager_update_and_stats_do_not_wait_for_the_device():
-    tx, params = optax_smile.sgld(1e-3, track_params=True, **SMALL), PARAMS
+    tx, params = optax_smile.sgld(1e-3, **SMALL), PARAMS
     state = tx.init(params)
     states = jax.tree.map(lambda x: jnp.stack([x, x]), state)
 

@@ -247,7 +247,7 @@ def test_what_fails_reaches_the_user(tmp_path, monkeypatch):
 
 
 def test_a_loop_without_parameters_is_recorded_and_said_to_be_unchecked(doubles, four):
-    tx = recorded(psmile(track_params=True))
+    tx = recorded(optax_smile.tracked(psmile()))
     blind: Any = tx._replace(update=lambda updates, state, params: tx.update(updates, state))
     jax.jit(jax.vmap(lambda w: fit(blind, w, NUM_WARMUP + 20 * THIN)))(START)
     with pytest.warns(UserWarning, match="does not pass `params` to `update`"):

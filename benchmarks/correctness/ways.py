@@ -142,7 +142,7 @@ def stepper(tx: Any, value: bool, params: bool) -> Callable[..., Any]:
 
 @way("own loop: scan, value", value=True)
 @way("own loop: scan, gradients alone")
-@way("own loop: scan, track_params", params=False, track_params=True)
+@way("own loop: scan, track_params", params=False, wrap=optax_smile.tracked)
 @way("own loop: clip before", wrap=lambda tx: optax.chain(optax.clip_by_global_norm(1e6), tx))
 @way("own loop: masked bias, all sampled", wrap=lambda tx: optax.masked(tx, {"w": True, "b": True}))
 @way("own loop: apply_if_finite", wrap=lambda tx: optax.apply_if_finite(tx, 5))

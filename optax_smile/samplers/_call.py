@@ -30,7 +30,7 @@ POSTERIOR: dict[str, _check.Constraint] = {
     "key": _check.Key(),
 }
 # Constraints of the arguments that all samplers share.
-SHARED = POSTERIOR | {"step_size": _check.STEP_SIZE, "track_params": _check.FLAG}
+SHARED = POSTERIOR | {"step_size": _check.STEP_SIZE}
 # Wrong names under which loops pass the mean loss; other keywords are for other parts of a chain.
 MISNAMED = ("losses", "loss_value", "mean_loss", "val", "values")
 
@@ -138,7 +138,7 @@ def _update(dynamics: Dynamics, run: Callable) -> Callable:
         loss: Unchecked = None,
         **others: Unchecked,
     ) -> tuple[optax.Updates, ChainState]:
-        if params is None and not dynamics.track_params:
+        if params is None:
             raise ValueError(_tree.MISSING_PARAMS)
         value = mean_loss(where, value, loss, others)
         if not isinstance(state, ChainState):
@@ -151,11 +151,7 @@ def _update(dynamics: Dynamics, run: Callable) -> Callable:
         displacement, after = run(moving, state, params, value)
         is_inconsistent = after.sampled.is_inconsistent
         if is_ready(is_inconsistent) and np.asarray(is_inconsistent).any():
-            # Name a leaf, if that is what changed.
-            if state.last_update.num_gradients > 0:
-                _leaves.check_same(where, state.sampled, moving, state.like_params)
-            advice = "If you replaced the weights, start again with `init`."
-            _check.fail(where, "params", _chain.FOREIGN, "other parameters", advice)
+            _leaves.refuse(where, state.sampled, moving, state.like_params)
         return _leaves.put_back(displacement, updates), after
 
     update.__qualname__ = where

@@ -193,7 +193,6 @@ def _assemble(name: str, rule: Rule, arguments: Options) -> Langevin:
         posterior=_call.posterior_of(name, arguments),
         step_size=rule.step_size or _call.schedule(name, arguments["step_size"]),
         seed=_check.Key(needed=True)(name, "key", arguments["key"]),
-        track_params=arguments["track_params"],
         is_draw=rule.is_draw,
         rule=rule,
     )

@@ -29,21 +29,17 @@ class SampledState(NamedTuple):
     Attributes:
         has_gradient: whether a leaf had a gradient in the first call `[leaf]`; all before it.
         num_parameters: d, the parameters of these leaves, int32.
-        is_inconsistent: whether a later call had gradients for other leaves, or parameters that
-            are not the tracked ones; it stays true.
+        is_inconsistent: whether a later call had gradients for other leaves; it stays true.
     """
 
     has_gradient: jax.Array
     num_parameters: jax.Array
     is_inconsistent: jax.Array
 
-    def observe(
-        self, moves: Sequence[bool], size: int, is_first: jax.Array, differs: jax.Array
-    ) -> "SampledState":
+    def observe(self, moves: Sequence[bool], size: int, is_first: jax.Array) -> "SampledState":
         """Record which leaves the first call moves, and whether a later one moves others.
 
-        `size` is their number of parameters, and `differs` says whether the parameters are not the
-        tracked ones.
+        `size` is their number of parameters.
         """
         now = jnp.asarray(moves, bool)
         others = ~is_first & jnp.any(self.has_gradient != now)
@@ -52,17 +48,14 @@ class SampledState(NamedTuple):
             num_parameters=jnp.where(
                 is_first, min(size, _check.LARGEST_WHOLE), self.num_parameters
             ),
-            is_inconsistent=self.is_inconsistent | others | differs,
+            is_inconsistent=self.is_inconsistent | others,
         )
 
     def require_consistent(self, where: str):
         """Raise the error that a call would have raised outside of a compiled program."""
         if is_concrete(self.is_inconsistent) and np.asarray(self.is_inconsistent).any():
-            rule = (
-                "a state whose calls of `update` all had gradients for the same leaves, and the"
-                " parameters that it tracks"
-            )
-            got = "one after a call with gradients for other leaves, or with other parameters"
+            rule = "a state whose calls of `update` all had gradients for the same leaves"
+            got = "one after a call with gradients for other leaves"
             _check.fail(where, "state", rule, got, "Start again with `init`.")
 
 
@@ -80,17 +73,9 @@ def _is_none(leaf: object) -> bool:
     return leaf is None
 
 
-def _is_floating(leaf: Unchecked) -> bool:
-    """Whether a leaf is an array of floating-point or complex numbers."""
-    dtype = getattr(leaf, "dtype", None)
-    if not isinstance(dtype, np.dtype) or not hasattr(leaf, "shape"):
-        return False
-    return jnp.issubdtype(dtype, jnp.inexact)
-
-
 def candidates(where: str, params: Unchecked) -> Tree:
     """Return the leaves that a sampler may move, with None for the others; require some."""
-    floating = jax.tree.map(lambda leaf: leaf if _is_floating(leaf) else None, params)
+    floating = jax.tree.map(lambda leaf: leaf if _tree.is_floating(leaf) else None, params)
     others = jax.tree_util.tree_leaves_with_path(params)
     if others and not jax.tree.leaves(floating):
         path, leaf = others[0]
@@ -142,31 +127,26 @@ def widen(narrowed: Tree, state: Tree) -> Tree:
 
 def select(
     where: str, updates: Unchecked, params: Unchecked, known: optax.Params
-) -> tuple[optax.Updates, optax.Params | None]:
+) -> tuple[optax.Updates, optax.Params]:
     """Take the leaves that move, and require gradients and parameters that fit the state.
 
     The gradients are None for leaves that do not move. The parameters may have any leaves besides
-    the candidates `known`; they are None if the loop passes none.
+    the candidates `known`.
     """
-    if params is not None:
-        _check_structure(where, "params", params, known, OF_INIT)
+    _check_structure(where, "params", params, known, OF_INIT)
     _check_structure(where, "updates", updates, known, "params")
     candidates = jax.tree_util.tree_leaves_with_path(known, is_leaf=_is_none)
     gradients = jax.tree.leaves(updates, is_leaf=_is_none)
     for (path, candidate), gradient in zip(candidates, gradients, strict=True):
-        if candidate is None and _is_floating(gradient):
+        if candidate is None and _tree.is_floating(gradient):
             rule = f"None at {_place(path)}, where `init` got no floating-point array"
             _check.fail(where, "updates", rule, _check.show(gradient))
 
     kept = only(updates, known)
-    expected, name = only(known, kept), OF_INIT
-    _tree.check_params(where, expected, smallest=2)
-    if params is not None:
-        params = only(params, kept)
-        _tree.check_params(where, params, smallest=2)
-        _tree.check_alike(where, "params", params, expected, OF_INIT)
-        expected, name = params, "params"
-    _tree.check_gradients(where, kept, expected, name)
+    params = only(params, kept)
+    _tree.check_params(where, params, smallest=2)
+    _tree.check_alike(where, "params", params, only(known, kept), OF_INIT)
+    _tree.check_gradients(where, kept, params, "params")
     return kept, params
 
 
@@ -182,12 +162,10 @@ def put_back(displacement: optax.Updates, updates: optax.Updates) -> optax.Updat
     return jax.tree.map(leaf, displacement, updates, is_leaf=_is_none)
 
 
-def check_same(where: str, before: SampledState, updates: optax.Updates, known: optax.Params):
+def refuse(where: str, before: SampledState, updates: optax.Updates, known: optax.Params):
     """Name the leaf whose gradient is None only in this call, or in all calls but this one."""
     now = moving(updates, known)
     changed = np.flatnonzero(np.asarray(before.has_gradient) != now)
-    if not len(changed):
-        return
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(known)]
     has_now = now[changed[0]]
     one, other = ("a gradient", "None") if has_now else ("None", "a gradient")

@@ -232,7 +232,6 @@ def _assemble(name: str, preconditioner: Preconditioner, arguments: Options) -> 
         posterior=_call.posterior_of(name, arguments),
         step_size=_call.schedule(name, 1.0 if step_size is None else step_size),
         seed=None if length is None else seed,
-        track_params=arguments["track_params"],
         chosen={"tuner": tuner} if tuner.sets_step_size else {},
         preconditioner=preconditioner,
         momentum=Momentum(SCHEMES[arguments["integrator"]], length),

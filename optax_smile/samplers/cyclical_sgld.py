@@ -34,7 +34,6 @@ def cyclical_sgld(
     num_cycles: int = NUM_CYCLES,
     exploration: float = EXPLORATION,
     key: jax.Array | int | None = None,
-    track_params: bool = False,
 ) -> Rule:
     """Sample like `sgld` in cycles, each of which begins with a search for a new mode.
 

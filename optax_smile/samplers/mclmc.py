@@ -29,7 +29,6 @@ def mclmc(
     integrator: IntegratorName = "minimal_norm",
     tuner: Tuner | None = None,
     key: jax.Array | int | None = None,
-    track_params: bool = False,
 ) -> Preconditioner:
     """Sample with microcanonical Langevin Monte Carlo: `smile` for full-batch gradients.
 

@@ -46,7 +46,6 @@ def scale_adapted_sghmc(
     friction: float | jax.Array = 0.05,
     adapt_steps: int = 5_000,
     key: jax.Array | int | None = None,
-    track_params: bool = False,
 ) -> Rule:
     """Sample like `sghmc` with a mass for each parameter, measured in the first steps.
 

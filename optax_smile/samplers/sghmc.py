@@ -23,7 +23,6 @@ def sghmc(
     friction: float | jax.Array = 0.05,
     gradient_noise: float | jax.Array = 0.0,
     key: jax.Array | int | None = None,
-    track_params: bool = False,
 ) -> Rule:
     """Sample with stochastic gradient Hamiltonian Monte Carlo.
 

@@ -41,7 +41,6 @@ def sgld(
     log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     key: jax.Array | int | None = None,
-    track_params: bool = False,
 ) -> Rule:
     """Sample with stochastic gradient Langevin dynamics.
 
@@ -103,7 +102,6 @@ def psgld(
     square_decay: float = SQUARE_DECAY,
     smallest_root: float = SMALLEST_ROOT,
     key: jax.Array | int | None = None,
-    track_params: bool = False,
 ) -> Rule:
     """Sample like `sgld` with one step size per parameter, from the averages of RMSprop.
 

@@ -29,7 +29,6 @@ def smile(
     decoherence_length: Decoherence | None = "matched",
     preconditioner: Preconditioner | None = None,
     key: jax.Array | int | None = None,
-    track_params: bool = False,
 ) -> Preconditioner:
     """Sample with stochastic microcanonical Langevin dynamics.
 
@@ -60,8 +59,8 @@ def smile(
 
     Cost: one gradient per call. State: one array of the size of the parameters, and a random
     projection ("sketch") of the last gradient. The sketch is twice as large as a leaf of at most
-    1,024 entries, and about 1.6 % as large as a leaf of 16,384 or more. `"minimal_norm"` and
-    `track_params` each add one array of the size of the parameters.
+    1,024 entries, and about 1.6 % as large as a leaf of 16,384 or more. `"minimal_norm"` adds one
+    array of the size of the parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -99,7 +98,6 @@ def psmile(
     reject_quantile: float | None = None,
     decoherence_length: Decoherence | None = "matched",
     key: jax.Array | int | None = None,
-    track_params: bool = False,
 ) -> Preconditioner:
     """Sample like `smile`, in scaled coordinates whose gradient entries are about equally large.
 
@@ -185,12 +183,6 @@ def psmile(
             - None: no explicit noise, as in the paper.
         key: JAX key or seed. Required unless `decoherence_length` is None. To give chains under
             `vmap` different keys, use `optax_smile.parallel.init(sampler, params, key=key)`.
-        track_params: whether the state holds the parameters, for loops that call `update` or
-            `last_accepted` without them. `update` then adds its updates to the parameters in the
-            state, as `optax.apply_updates` does. If a loop passes parameters that differ from the
-            tracked ones by more than rounding, `update` raises an error; in a compiled program it
-            sets `is_altered` of `stats` instead. A loop that never passes parameters must apply the
-            updates unchanged, since changes of the parameters are then not detected.
 
     Returns:
         An Optax transformation. In an `optax.chain` it must be the last. Pass the mean loss of the
@@ -216,12 +208,11 @@ def psmile(
             None at other leaves than in the first call; a mean loss that is not a scalar, or is
             passed as both `value` and `loss`. Non-finite gradients and losses never raise: such
             steps are rejected and counted.
-        ValueError: from `update`, `params` is missing.
+        ValueError: from `update`, `params` is missing, see `tracked`.
 
     Cost: one gradient per call. State: three arrays of the size of the parameters, and a random
     projection ("sketch") of the last gradient; for its size see `smile`.
-    `decoherence_length=None`, `"minimal_norm"` and `track_params` each add one array of the size of
-    the parameters.
+    `decoherence_length=None` and `"minimal_norm"` each add one array of the size of the parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile

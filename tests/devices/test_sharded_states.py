@@ -134,7 +134,7 @@ def test_three_hundred_sharded_leaves_take_three_collectives():
 def test_tracked_parameters_are_sharded_and_no_others_needed():
     """Also where `update` compiles itself."""
     mesh, params = shard(AxisType.Explicit)
-    tx = make("sghmc", track_params=True)
+    tx = optax_smile.tracked(make("sghmc"))
     expected = tx.update(PARAMS, tx.init(PARAMS))
     with jax.set_mesh(mesh):
         start = tx.init(params)
@@ -147,7 +147,7 @@ def test_tracked_parameters_are_sharded_and_no_others_needed():
 
 
 def test_chains_in_a_shard_map_need_no_parameters():
-    tx = make("sghmc", track_params=True)
+    tx = optax_smile.tracked(make("sghmc"))
     mesh = jax.make_mesh((8,), ("chain",), axis_types=(AxisType.Auto,))
     chains = jax.tree.map(lambda x: jnp.stack([x + i for i in range(8)]), PARAMS)
     states = optax_smile.parallel.init(tx, chains, mesh=mesh, key=0)

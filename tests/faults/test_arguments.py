@@ -103,7 +103,6 @@ LAWFUL: dict[str, set[str]] = {
     # A seed, or a key; none where nothing is drawn.
     "key": {"minus", "zero", "key"},
     "parallel.init.key": {"none", "minus", "zero", "key"},
-    "track_params": {"true"},
     # Any tree with two parameters or more; leaves that are no floating arrays stay as they are.
     **dict.fromkeys(("psmile.init.params", "sgld.init.params"), TREES | {"state"}),
     "scale_by_gradient_noise.init.params": TREES | {"tracer"},
@@ -111,7 +110,7 @@ LAWFUL: dict[str, set[str]] = {
     "parallel.place.tree": TREES | {"nans", "keys"},
     "parallel.step.carry": TREES | {"nans", "keys"},
     "parallel.init.params": TREES,
-    "parallel.init.sampler": {"optimizer"},
+    **dict.fromkeys(("parallel.init.sampler", "tracked.sampler"), {"optimizer"}),
     # Without a mesh a batch stays as it is.
     "parallel.place_batch.batch": set(HOSTILE),
     "parallel.over_chains.function": {"class", "function"},
