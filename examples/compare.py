@@ -148,7 +148,6 @@ def row_of(run: Run, name: str) -> dict[str, Any]:
     began, best, runs = time.monotonic(), None, 0
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`sample`: `sampler` is an optimizer")
-        warnings.filterwarnings("ignore", message=r"`psmile\(temperature=\"auto\"\)` takes")
         for setting, draws, apply in method.tries(run):
             runs += 1
             valid = predicted(apply, draws, task, *task.splits.valid)

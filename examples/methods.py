@@ -207,8 +207,10 @@ class Run:
 
     def cold(self) -> Iterator[Tried]:
         """Colder than the posterior where there are more weights than data, and longer steps."""
-        options: dict[str, Any] = {"temperature": "auto", "tuner": optax_smile.angle_tuner(0.3)}
-        tx = optax_smile.psmile(**options, **self.posterior)
+        one = jax.tree.map(lambda x: x[0], self.starts)
+        temperature = optax_smile.cold_temperature(self.posterior["num_data"], one)
+        options: dict[str, Any] = {"tuner": optax_smile.angle_tuner(0.3), **self.posterior}
+        tx = optax_smile.psmile(temperature=temperature, **options)
         yield "", self.sample(tx), self.problem.apply
 
     def select(self) -> Iterator[Tried]:

@@ -16,6 +16,7 @@ The public names, by what you want to do:
     predict                   predict, Prediction, Outcome, Predictor, Likelihood
     judge                     diagnostics.summary, metrics, plots, report
     sample around weights     local: strength of a prior, candidates for networks
+    cold posteriors           cold_temperature
     set the step size         angle_tuner (the default), quantile_tuner
     precondition gradients    scale_by_gradient_noise
     parts of your own         Preconditioner, Tuner
@@ -42,6 +43,7 @@ from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import Predictor, predict
 from optax_smile.draws.prediction import Outcome, Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
+from optax_smile.potential import cold_temperature
 from optax_smile.samplers.cyclical_sgld import cyclical_sgld
 from optax_smile.samplers.mclmc import mclmc
 from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc
@@ -58,7 +60,8 @@ if TYPE_CHECKING:
 __all__ = ["ArgumentError", "CheckReport", "Likelihood", "Outcome", "Preconditioner", "Prediction"]
 __all__ += ["Predictor", "RecordedSampler", "Run", "Selection", "Snapshots", "Stats"]
 __all__ += ["StoredSnapshots", "Tuner", "angle_tuner", "chains_from_weights", "check"]
-__all__ += ["cyclical_sgld", "diagnostics", "interop", "last_accepted", "load_snapshots", "local"]
+__all__ += ["cold_temperature", "cyclical_sgld", "diagnostics", "interop", "last_accepted"]
+__all__ += ["load_snapshots", "local"]
 __all__ += ["mclmc", "metrics", "parallel", "plots", "predict", "psgld", "psmile", "published"]
 __all__ += ["quantile_tuner", "recorded", "report", "sample", "scale_adapted_sghmc"]
 __all__ += ["scale_by_gradient_noise", "select", "sghmc", "sgld", "smile", "stats", "tracked"]

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 
 import jax
@@ -24,27 +24,23 @@ OPTIMIZER: Mapping[str, object] = {"name": "optimizer", "is_posterior": False}
 CHOSEN: Mapping[str, object] = {"name": "chosen draws", "is_posterior": False}
 
 
-def reporting(
-    init: optax.TransformInitFn,
-    settings: Mapping[str, object],
-    of_params: Callable[[Tree], Mapping[str, object]] = lambda params: {},
-) -> optax.TransformInitFn:
-    """Make an `init` that reports settings to `of`, and others that depend on the parameters.
+def reporting(init: optax.TransformInitFn, settings: Mapping[str, object]) -> optax.TransformInitFn:
+    """Make an `init` that reports settings to `of`.
 
     Every wrapper of Optax calls the `init` of what it wraps.
     """
 
     def reported(params: optax.Params) -> Tree:
-        _report(settings, of_params, params)
+        _report(settings)
         return init(params)
 
     return reported
 
 
-def _report(settings: Mapping[str, object], of_params: Callable, params: optax.Params):
+def _report(settings: Mapping[str, object]):
     """Apart from `reporting`: a sampler that is pickled may not hold a context variable."""
     if (reports := _REPORTS.get()) is not None:
-        reports.update({**settings, **of_params(params)})
+        reports.update(settings)
 
 
 def gradients_per_step(settings: Mapping[str, object] | None) -> int:

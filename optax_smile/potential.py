@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.core
@@ -22,11 +22,9 @@ import optax
 
 from optax_smile import _check, _table, _tree
 from optax_smile._types import LogPrior, Tree
-from optax_smile._warn import warn
 
 # The prior's mean is the start of the chain.
 START = "start"
-Temperature = float | jax.Array | Literal["auto"]
 PRIOR = "prior_precision", "prior_mean"
 
 
@@ -67,7 +65,6 @@ class Potential(NamedTuple):
     temperature: Tree = 1.0
     prior_mean: Tree = 0.0
     log_prior: LogPrior | None = None
-    excess: float | jax.Array = 0.08
 
 
 def check(where: str, potential: Potential):
@@ -142,32 +139,6 @@ def centre(potential: Potential, params: optax.Params) -> Tree | None:
     return jax.tree.map(lambda x: jnp.array(x, copy=True), params) if is_start else None
 
 
-def begin(where: str, potential: Potential, params: optax.Params) -> Potential:
-    """Check the prior, compute the temperature, and warn of a low one."""
-    check_prior(where, potential, params)
-    found = of_chain(potential, params, None)
-    if not isinstance(potential.temperature, str):
-        return found
-    is_known = not isinstance(found.temperature, jax.core.Tracer)
-    if not is_known or found.temperature < 1:
-        number = f"{float(found.temperature):.3g}" if is_known else "at most 1"
-        warn(
-            f'`{where}(temperature="auto")` chose a temperature of {number} for'
-            f" {_tree.size(params)} parameters. Below 1, the draws are those of a cold"
-            " posterior, which is narrower than the Bayesian posterior. To silence this warning,"
-            " pass a number."
-        )
-    return found
-
-
-def of_chain(potential: Potential, params: optax.Params, centre: optax.Params | None) -> Potential:
-    """Insert what depends on the chain: its temperature, and the prior's mean from its state."""
-    if isinstance(potential.temperature, str):
-        found = auto_temperature(_count(potential), _tree.size(params), potential.excess)
-        potential = potential._replace(temperature=found)
-    return potential if centre is None else potential._replace(prior_mean=centre)
-
-
 def spread(potential: Potential, params: optax.Params) -> Potential:
     """Expand a prior that is not one number to trees of arrays like the parameters."""
 
@@ -182,15 +153,44 @@ def spread(potential: Potential, params: optax.Params) -> Potential:
     return potential._replace(**{name: arrays(getattr(potential, name)) for name in PRIOR})
 
 
-def auto_temperature(
-    num_data: float | jax.Array, num_parameters: int, excess: float | jax.Array
+@_check.arguments(num_data=_check.Real(1, large=True), excess=_check.POSITIVE)
+def cold_temperature(
+    num_data: float | jax.Array, params: optax.Params, excess: float | jax.Array = 0.08
 ) -> float | jax.Array:
-    """Compute the temperature T = min(1, 2 excess N / d).
+    """Compute the temperature at which the draws of a network lose little, min(1, 2 e N / d).
 
-    If the data determine d directions, the mean loss of draws lies T d / (2 N) nats per example
-    above its minimum, whatever the curvatures: at this temperature, at most `excess`.
+    If the loss is quadratic, the expected mean loss of a draw at the temperature T lies
+    T d / (2 N) nats per example above the mean loss at the posterior mode, whatever the curvatures.
+    At this temperature that is at most e. Below 1 it gives a cold posterior, narrower than the
+    Bayesian one. Networks with more weights than data can need a cold posterior to predict well;
+    `optax_smile.select` chooses the temperature by validation data.
+
+    Args:
+        num_data: N >= 1, see `psmile`.
+        params: parameters of one network, without a chain axis, or their shapes. All
+            floating-point arrays count in d: leave out those that are not sampled.
+        excess: allowed increase e of the mean loss, nats per example, > 0.
+
+    Returns:
+        A number in (0, 1], to pass as `temperature`.
+
+    Raises:
+        ArgumentError (a ValueError): a number is out of range, or `params` has no floating-point
+            array.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax_smile
+        >>> params = {"w": jnp.zeros((100, 20)), "b": jnp.zeros(20)}
+        >>> round(optax_smile.cold_temperature(1_000, params), 4)
+        0.0792
+
+    Source: the rule is ours, see `benchmarks/notes/temperature.md`.
     """
-    found = 2 * excess * num_data / num_parameters
+    size = _tree.size([leaf for leaf in jax.tree.leaves(params) if _tree.is_floating(leaf)])
+    if size == 0:
+        rule = "the parameters of a network, with at least one floating-point array"
+        _check.fail("cold_temperature", "params", rule, _check.show(params))
+    found = 2 * excess * _count(Potential(num_data)) / size
     return jnp.minimum(found, 1) if isinstance(found, jax.Array) else min(found, 1.0)
 
 

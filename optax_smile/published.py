@@ -56,8 +56,7 @@ def _published(name: str, preconditioner: Preconditioner, tuned: bool):
         f"Make {name} as published; arguments, units and errors as for `{ours}`.\n\n"
         "Cost: two gradients and two calls of `update` per step."
     )
-    rules = {"step_size": _check.STEP_SIZE, "temperature": _check.POSITIVE}
-    return sampler(fixed, **rules)(define)
+    return sampler(fixed, step_size=_check.STEP_SIZE)(define)
 
 
 smile = _published("smile", Preconditioner(), tuned=True)

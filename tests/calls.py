@@ -61,6 +61,8 @@ def samplers():
         yield f"{name}.init", tx.init, {"params": PARAMS}
         given = {"updates": PARAMS, "state": tx.init(PARAMS), "params": PARAMS, "value": 1.0}
         yield f"{name}.update", tx.update, given
+    given = {"num_data": 10, "params": PARAMS, "excess": 0.1}
+    yield "cold_temperature", optax_smile.cold_temperature, given
     yield "tracked", optax_smile.tracked, {"sampler": fixed()}
     noise = optax_smile.scale_by_gradient_noise()
     yield "scale_by_gradient_noise.init", noise.init, {"params": PARAMS}

@@ -38,7 +38,6 @@ VALID: dict[str, Any] = {
     "exploration": 0.5,
     "tuner": optax_smile.quantile_tuner(),
     "reject_quantile": 0.9,
-    "excess": 0.1,
     "preconditioner": optax_smile.Preconditioner(),
 }
 # Values for those without a default.

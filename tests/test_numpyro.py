@@ -114,7 +114,7 @@ def test_draws_have_the_names_and_shapes_of_the_model():
     assert "array" not in repr(bridge).lower()
     sgld = functools.partial(optax_smile.sgld, 1e-4)
     draws = run(bridge, data, 2, 1, sgld, num_warmup=5, num_draws=5, thin=1)
-    # A model is sampled as it was written: `temperature="auto"` would be given twice.
+    # A model is sampled as it was written.
     assert draws.settings and draws.settings["temperature"] == 1
     posterior = bridge.to_arviz(draws).posterior
     shapes = {name: posterior[name].shape for name in posterior.data_vars}

@@ -182,11 +182,3 @@ def test_any_zero_is_a_precision_of_zero():
         optax_smile.smile(log_prior=lambda p: jnp.zeros(()), prior_precision=zero, **SMALL)
     with pytest.raises(ValueError, match="must be 0 together"):
         optax_smile.smile(log_prior=lambda p: jnp.zeros(()), prior_precision=np.float32(1), **SMALL)
-
-
-def test_warnings_point_at_the_users_line():
-    tx = optax_smile.psmile(temperature="auto", **SMALL)
-    for init in tx.init, optax.chain(optax.clip_by_global_norm(1e9), tx).init:
-        with pytest.warns(UserWarning, match="chose a temperature") as told:
-            init({"w": jnp.ones(1_000)})
-        assert told[0].filename == __file__

@@ -1,10 +1,7 @@
 """The energy, its gradient and the prior's part of its change, against float64."""
 
-import re
-import warnings
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +9,7 @@ import pytest
 from runs import follow
 
 import optax_smile
-from optax_smile import _settings, _tree, potential
+from optax_smile import _tree, potential
 from optax_smile.potential import Potential
 
 RNG = np.random.default_rng(8)
@@ -105,36 +102,21 @@ def test_a_prior_of_trees_is_sampled():
     np.testing.assert_allclose(draws.std(axis=0).mean(axis=1), [1, 0.5], rtol=0.12)
 
 
-COLD = r'`psmile\(temperature="auto"\)` chose a temperature of'
-AUTO: dict[str, Any] = {"temperature": "auto", "excess": 0.02, "key": 0}
-
-
 @pytest.mark.parametrize("num_data, expected", [(4_000, 1.0), (50, 2 * 0.02 * 50 / 21)])
-def test_automatic_temperature_goes_with_the_numbers_of_parameters_and_data(num_data, expected):
-    """Of a network of 21 parameters; a low one is announced, and settings and `stats` have it."""
-    params = draw(0)
-    samplers = [
-        optax_smile.psmile(num_data=num_data, **AUTO),
-        optax_smile.psmile(num_data=num_data, temperature=expected, key=0),
-    ]
-
-    @jax.jit
-    def of_traced(number):
-        tx = optax_smile.psmile(num_data=number, **AUTO)
-        return optax_smile.stats(tx.init(params)).temperature
-
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        if expected < 1:
-            with jax.disable_jit():
-                moves = [tx.update(params, tx.init(params), params)[0] for tx in samplers]
-            chex.assert_trees_all_equal(*moves)
-        samplers[0].init(params)
-        message = f"{COLD} {expected:.3g} for 21 parameters"
-        assert bool(told) == (expected < 1) and all(re.match(message, str(x.message)) for x in told)
-        settings: Any = _settings.of(samplers[0], params)
-        found = np.array([of_traced(jnp.float32(num_data)), settings["temperature"]])
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+def test_cold_temperature_goes_with_the_numbers_of_parameters_and_data(num_data, expected):
+    """Of a network of 21 parameters, and of its shapes; what is not sampled does not count."""
+    params = draw(0) | {"table": jnp.arange(9), "activation": jax.nn.relu}
+    shapes = jax.eval_shape(lambda: draw(0))
+    for tree in params, shapes:
+        found = optax_smile.cold_temperature(num_data, tree, excess=0.02)
+        assert isinstance(found, float) and found == expected
+    of_traced = jax.jit(lambda number: optax_smile.cold_temperature(number, shapes, 0.02))
+    np.testing.assert_allclose(of_traced(jnp.int32(num_data)), expected, rtol=1e-6)
+    # The default allows .08 nats; more tokens than an int32 can count.
+    assert optax_smile.cold_temperature(1, shapes) == 2 * 0.08 / 21
+    assert optax_smile.cold_temperature(3e9, shapes) == 1
+    with pytest.raises(ValueError, match=r"params=...\)` must be the parameters of a network"):
+        optax_smile.cold_temperature(num_data, {"table": jnp.arange(9)})
 
 
 def test_a_summary_says_that_a_posterior_is_cold():

@@ -4,7 +4,7 @@ A perceptron with two hidden layers on Fashion-MNIST, 54,000 images, at each of 
 networks trained with AdamW and stopped early, a `psmile` chain from each. One run answers for two
 budgets: its draws from 1,000 to 3,000 gradients, and from 4,000 to 12,000. Scores on 2,000 test
 images. Priors: N(0, 1) on each weight; variances by the number of inputs of each weight; around the
-start, with the precision of `local_precision`. "cold" is `temperature="auto"` under
+start, with the precision of `local_precision`. "cold" is `cold_temperature` under
 N(0, 1). "training on" is AdamW at 1e-3 instead of a chain; its angle is ignored.
 
     python benchmarks/prediction/ladder.py --sizes 1e4 1e5 1e6 --output out/ladder.jsonl
@@ -55,9 +55,9 @@ def prior_of(name: str, task: Experiment, start: Any, seed: int) -> dict[str, An
     """Arguments of the sampler."""
     if name in ("N(0, 1)", "training on"):
         return {}
-    if name == "cold":
-        return {"temperature": "auto"}
     one = jax.tree.map(lambda x: x[0], start)
+    if name == "cold":
+        return {"temperature": optax_smile.cold_temperature(task.num_data, one)}
     if name == "fan in":
         return {"prior_precision": local.fan_in_precision(one)}
     few = [tuple(x[i : i + 1_000] for x in task.splits.train) for i in range(0, NUM_SEARCH, 1_000)]

@@ -25,7 +25,6 @@ import optax_smile
 
 # The prior is around the low-rank weights as they begin, unless a method says otherwise.
 METHODS = ("MAP", "psmile", "psmile, cold", "psmile, around the MAP")
-COLD = {"temperature": "auto", "tuner": optax_smile.angle_tuner(0.3)}
 
 
 @functools.cache
@@ -57,8 +56,10 @@ def run_cell(cell: records.Cell, **short: Any) -> records.Record:
     centre = best if variant == "around the MAP" else start
     draws: Any = [best]
     if sampler != "MAP":
-        given = {"prior_mean": centre, "prior_precision": config.prior_precision}
-        given |= COLD if variant == "cold" else {}
+        given: dict[str, Any] = {"prior_mean": centre, "prior_precision": config.prior_precision}
+        if variant == "cold":
+            given["temperature"] = optax_smile.cold_temperature(config.num_train, start)
+            given["tuner"] = optax_smile.angle_tuner(0.3)
         tx = samplers.build(sampler, num_data=config.num_train, **given, key=config.seed)
         draws = lora.sample_loop(model, config, batches, tx)
     cut = {name: lora.windows(texts[name], config.context) for name in ("valid", "test", "foreign")}

@@ -70,8 +70,10 @@ def around(cell: records.Cell, settings: Settings, work: Path) -> dict[str, Any]
     return precision | {"decoherence_length": "turning"}
 
 
-def make_sampler(cell: records.Cell, settings: Settings, work: Path, **common: Any) -> Any:
-    """Build the sampler of a cell."""
+def make_sampler(
+    cell: records.Cell, settings: Settings, start: Any, work: Path, **common: Any
+) -> Any:
+    """Build the sampler of a cell; the temperature "auto" goes with the weights at the start."""
     method, options = cell["method"], dict(cell["options"])
     num_steps = settings.num_warmup + settings.num_draws * settings.thin
     if method == "paper's smile":
@@ -87,6 +89,9 @@ def make_sampler(cell: records.Cell, settings: Settings, work: Path, **common: A
     if "allowed" in options:
         del options["allowed"]
         options |= around(cell, settings, work)
+    if options.get("temperature") == "auto":
+        one = jax.tree.map(lambda x: x[0], start)
+        options["temperature"] = optax_smile.cold_temperature(common["num_data"], one)
     if "angle" in options:
         options["tuner"] = optax_smile.angle_tuner(options.pop("angle"))
     if method == "cyclical_sgld":
@@ -161,7 +166,7 @@ def chain_of(
     task = load(cell["task"], settings)
     common = {"num_data": task.num_data, "key": jax.random.key(seed)}
     settings = counted(cell, settings)
-    sampler = make_sampler(cell, settings, directory.parent, **common)
+    sampler = make_sampler(cell, settings, start, directory.parent, **common)
     options: dict[str, Any] = {"check": False, "progress": False, "directory": directory}
     if takes_two(method):
         options["batch_per"] = "step"

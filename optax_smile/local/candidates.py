@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import optax
 
-from optax_smile import _check
+from optax_smile import _check, _tree
 from optax_smile._types import Batch, Options
 from optax_smile.chains._checks import check_list, curvature
-from optax_smile.potential import Potential, auto_temperature, strength_for
+from optax_smile.potential import Potential, cold_temperature, strength_for
 from optax_smile.samplers.smile import psmile
 from optax_smile.stages.step_size import angle_tuner
 
@@ -46,7 +46,7 @@ def network_candidates(
     """Make the usual candidates of `select` for a trained network.
 
     - `"psmile"`: the default, which samples the Bayesian posterior.
-    - `"psmile, cold"`: at `temperature="auto"` with longer steps, `angle_tuner(0.3)`; where that
+    - `"psmile, cold"`: at `cold_temperature` with longer steps, `angle_tuner(0.3)`; where that
       temperature is 1, it is called `"psmile, long steps"`.
     - `"psmile, around the start"`: with `decoherence_length="turning"`, `angle_tuner(0.1)`, and a
       prior centred at the trained weights, as precise as `allowed` and the curvature there require.
@@ -58,7 +58,7 @@ def network_candidates(
         batches: batches of the data; only the first 20 are read.
         optimizer: your optimizer, such as `optax.adamw(1e-3)`.
         num_data: >= 1, see `psmile`.
-        excess: > 0, see `psmile`.
+        excess: > 0, see `cold_temperature`.
         key: JAX key or seed for the samplers.
         allowed: largest expected rise of the mean loss around the start, nats per example, > 0.
 
@@ -89,12 +89,12 @@ def network_candidates(
     curvatures = [curvature(losses, x, params, np.asarray(losses(x, params))) for x in seen]
     precision = strength_for(Potential(num_data), float(np.mean(curvatures)), size, allowed)
     make = functools.partial(psmile, num_data=num_data, key=key)
-    is_cold = auto_temperature(num_data, size, excess) < 1
-    cold = make(temperature="auto", excess=excess, tuner=angle_tuner(0.3))
+    temperature = cold_temperature(num_data, _tree.shapes_of_one(params), excess)
+    cold = make(temperature=temperature, tuner=angle_tuner(0.3))
     turning: Options = {"decoherence_length": "turning", "tuner": angle_tuner(0.1)}
     return {
         "psmile": make(),
-        "psmile, cold" if is_cold else "psmile, long steps": cold,
+        "psmile, cold" if temperature < 1 else "psmile, long steps": cold,
         "psmile, around the start": make(prior_mean="start", prior_precision=precision, **turning),
         "optimizer": optimizer,
     }

@@ -66,16 +66,12 @@ def sampler(
         ) -> optax.GradientTransformationExtraArgs:
             dynamics, given = build(*args, **kwargs), _bound(signature, args, kwargs)
 
-            def temperature(params: optax.Params) -> Options:
-                found = potential.of_chain(dynamics.posterior, params, None)
-                return {"temperature": found.temperature}
-
             @_check.own_flags
             def init(params: optax.Params) -> Tree:
                 return dynamics.init(_leaves.candidates(f"{where}.init", params))
 
             settings = {"name": where, **fixed, **given, **dynamics.chosen}
-            reporting = _settings.reporting(init, settings, temperature)
+            reporting = _settings.reporting(init, settings)
             update = _update(dynamics, _compiled(dynamics.update, given))
             return optax.GradientTransformationExtraArgs(reporting, update)
 

@@ -75,7 +75,7 @@ class Call(NamedTuple):
     """What one call receives; its trees have only the leaves that move, None for the others.
 
     Attributes:
-        posterior: with the temperature and the prior's mean of the chain.
+        posterior: with the prior's mean of the chain.
         updates, value: gradient and mean loss, with `log_prior` if there is one.
         passed: gradient as the loop passed it, if that is not `updates`.
     """
@@ -121,14 +121,14 @@ class Dynamics:
 
     def init(self, params: optax.Params) -> ChainState:
         """Return the state before the first call, of floating leaves only."""
-        posterior = potential.begin(self.name, self.posterior, params)
+        potential.check_prior(self.name, self.posterior, params)
         dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
-        last_update = no_update(dtype, posterior.temperature)
+        last_update = no_update(dtype, self.posterior.temperature)
         return ChainState(
             dynamics=self.begin(params),
             guardrail=rejection.init(dtype),
             probe=probe.init(params),
-            prior_mean=potential.centre(posterior, params),
+            prior_mean=potential.centre(self.posterior, params),
             num_steps=count,
             key=None if self.seed is None else jnp.copy(jax.random.key_data(self.seed)),
             last_update=last_update._replace(is_draw=self.is_draw(count - 1)),
@@ -152,7 +152,9 @@ class Dynamics:
             before = _leaves.narrow(state, jax.eval_shape(self.init, _leaves.only(known, updates)))
         updates = jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params)
         value = None if value is None else jnp.asarray(value, _tree.dtype(known))
-        posterior = potential.of_chain(self.posterior, params, before.prior_mean)
+        posterior = self.posterior
+        if before.prior_mean is not None:
+            posterior = posterior._replace(prior_mean=before.prior_mean)
         passed = None if posterior.log_prior is None else updates
         updates, value = potential.with_log_prior(posterior, updates, value, params)
         call = Call(posterior, updates, passed, params, value)

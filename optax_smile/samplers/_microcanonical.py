@@ -14,7 +14,7 @@ A gradient has these names on its way:
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +41,6 @@ from optax_smile.stages.step_size import Tuner, choose
 
 CONSTRAINTS = {
     "step_size": _check.STEP_SIZE | None,
-    "temperature": _check.POSITIVE | _check.OneOf(Literal["auto"]),
-    "excess": _check.POSITIVE,
     "integrator": _check.OneOf(IntegratorName),
     "tuner": _check.kind(Tuner, "a tuner such as angle_tuner()") | None,
     "reject_quantile": _check.PROBABILITY | None,

@@ -13,7 +13,6 @@ from optax_smile.stages.step_size import Tuner
 
 
 @sampler(
-    temperature=_check.POSITIVE,
     decoherence_length=_check.POSITIVE,
     key=_check.Key(needed=True),
 )

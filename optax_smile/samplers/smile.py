@@ -6,7 +6,6 @@ import jax
 
 from optax_smile import _check
 from optax_smile._types import LogPrior, StepSize, Tree
-from optax_smile.potential import Temperature
 from optax_smile.samplers._microcanonical import sampler
 from optax_smile.stages.integrator import Decoherence, IntegratorName
 from optax_smile.stages.scale import MeanSquare, Preconditioner
@@ -21,8 +20,7 @@ def smile(
     prior_precision: Tree = 1.0,
     prior_mean: Tree = 0.0,
     log_prior: LogPrior | None = None,
-    temperature: Temperature = 1.0,
-    excess: float | jax.Array = 0.08,
+    temperature: float | jax.Array = 1.0,
     integrator: IntegratorName = "leapfrog",
     tuner: Tuner | None = None,
     reject_quantile: float | None = None,
@@ -91,8 +89,7 @@ def psmile(
     prior_precision: Tree = 1.0,
     prior_mean: Tree = 0.0,
     log_prior: LogPrior | None = None,
-    temperature: Temperature = 1.0,
-    excess: float | jax.Array = 0.08,
+    temperature: float | jax.Array = 1.0,
     integrator: IntegratorName = "leapfrog",
     tuner: Tuner | None = None,
     reject_quantile: float | None = None,
@@ -143,15 +140,8 @@ def psmile(
             `prior_precision=0` as well. Steps to points where it is -inf are rejected. This
             distorts the draws near such a boundary: transform bounded parameters. With
             `optax.inject_hyperparams`, pass `static_args=("log_prior", "prior_precision")`.
-        temperature: of the posterior, > 0; 1 is the Bayesian posterior. `"auto"`:
-            min(1, 2 * excess * num_data / d), where d is the number of parameters. If the loss is
-            quadratic, the expected mean loss of a draw is then at most `excess` above the mean loss
-            at the posterior mode. A temperature below 1 gives a cold posterior, narrower than the
-            Bayesian one. Networks with more weights than data can need a cold posterior to
-            predict well; `optax_smile.select` chooses the temperature by validation data. With
-            `optax.partition` or `optax.masked` pass a number: `"auto"` would count only the
-            parameters that this sampler receives.
-        excess: increase of the mean loss allowed by `temperature="auto"`, nats per example, > 0.
+        temperature: of the posterior, > 0; 1 is the Bayesian posterior. Below 1 it is colder, see
+            `cold_temperature`.
         integrator: `"leapfrog"`: one call of `update` per step. `"minimal_norm"`: the integrator of
             the paper, two calls per step. If every pass of your own loop has the same even number
             of batches in the same order, each always gets the same of two unequal weights, which

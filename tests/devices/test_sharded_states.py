@@ -59,20 +59,6 @@ def test_state_is_sharded_like_the_parameters():
     assert_close((after, state), as_read((expected[0], expected[1]), (after, state)))
 
 
-def test_automatic_temperature_counts_the_parameters_of_all_devices():
-    mesh, params = shard(AxisType.Explicit)
-    tx = optax_smile.psmile(num_data=60, temperature="auto", excess=0.01, key=0)
-    with (
-        jax.set_mesh(mesh),
-        pytest.warns(UserWarning, match=f"{_tree.size(PARAMS)} parameters"),
-    ):
-        state = tx.init(params)
-        after = jax.jit(tx.update)(params, state, params)[1]
-    expected = 2 * 0.01 * 60 / _tree.size(PARAMS)
-    for found in state, after:
-        np.testing.assert_allclose(optax_smile.stats(found).temperature, expected, rtol=1e-6)
-
-
 @shared_cases
 def test_state_is_sharded_like_the_parameters_where_types_say_so(case):
     """Explicit axes: no program is needed to see where everything is."""

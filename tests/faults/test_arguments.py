@@ -140,6 +140,7 @@ LAWFUL: dict[str, set[str]] = {
     "local_precision.batches": {"odd"},
     "local_precision.check": {"true"},
     "chains_from_weights.jitter": {"none", "zero", "denormal"},
+    "cold_temperature.params": {*TREES, "state", "nans"},
     "fan_in_precision.params": {*TREES, "nans", "tracer"},
     "out_axis": {"minus", "zero"},
     "report.store.scores": {"none", "dict"},
