@@ -275,27 +275,22 @@ def count(counter: jax.Array, more: jax.Array | bool = True) -> jax.Array:
     return jnp.where(more, optax.safe_increment(counter), counter)
 
 
-def map_sampled(
-    function: Callable, sampled: Tree, params: Tree, moves: jax.Array | None = None
-) -> Tree:
+def map_sampled(function: Callable, sampled: Tree, params: Tree) -> Tree:
     """Map over the leaves that the sampler sees, and leave all others of `params` unchanged.
 
-    Leaves are matched by the names on their paths. `moves` says which leaves of `sampled` are
-    mapped, `[leaf]`; None: all are.
+    Leaves are matched by the names on their paths.
     """
-    leaves = enumerate(jax.tree_util.tree_leaves_with_path(sampled))
-    seen = {_names(path): (number, leaf) for number, (path, leaf) in leaves}
+    seen = _by_names(sampled)
 
     def leaf(path, x):
         if (at := _names(path)) not in seen:
             return x
-        number, move = seen.pop(at)
+        move = seen.pop(at)
         if jnp.shape(x) != jnp.shape(move) or getattr(x, "dtype", None) != move.dtype:
             place = jax.tree_util.keystr(path)
             rule = f"a tree like the one given to `init`, with {_check.show(move)} at {place}"
             _check.fail("last_accepted", "params", rule, _check.show(x))
-        found = function(move, x)
-        return found if moves is None else jnp.where(moves[number], found, x)
+        return function(move, x)
 
     mapped = jax.tree_util.tree_map_with_path(leaf, params)
     if seen:

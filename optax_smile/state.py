@@ -142,8 +142,7 @@ class Stats(NamedTuple):
             average. Calls after a rejected step are not compared.
         is_altered: True if at least three, and more than 1 %, of the last 512 compared calls were
             altered. The points are then not draws. A single restored checkpoint does not set it. A
-            compiled call sets it for good if it gets gradients for other leaves than the first
-            call.
+            compiled call sets it for good if it gets no gradient for a leaf of the first call.
         num_parameters: d, the number of sampled parameters: those of the leaves with a gradient; 0
             for an optimizer.
         noise_id: identifies the random numbers of the next call. If it is equal in two chains, both
@@ -349,7 +348,7 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
             after it in an `optax.chain`, or it is one of several chains; the state is concrete and
             its `is_altered` is true, see `Stats`; `params` lacks leaves of those given to `init`,
             or has them in another shape or precision, or is missing, or, outside of compiled
-            functions, is not finite; `update` was compiled and got gradients for other leaves than
+            functions, is not finite; `update` was compiled and got gradients for fewer leaves than
             at first.
 
     Cost: two passes over the parameters; no gradient.
@@ -383,17 +382,14 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
         rule = "a tree like the one given to `init`"
         _check.fail("last_accepted", "params", rule, _check.show(params))
     # Only the leaves that the sampler moves; traced ones pass.
-    sampled = getattr(sampler, "sampled", None)
-    if sampled is not None and is_concrete(sampled.has_gradient):
-        leaves = _tree.leaves_like(getattr(sampler, "like_params", None), params) or []
-        pairs = zip(leaves, np.asarray(sampled.has_gradient), strict=False)
-        known = [leaf for leaf, moves in pairs if moves and is_concrete(leaf)]
-        if known and not _tree.all_finite(known):
-            advice = (
-                "The parameters of the loop are not finite. Samplers reject steps from gradients"
-                " that are not: what else changes the parameters?"
-            )
-            _check.fail("last_accepted", "params", "finite", "nan or inf", advice)
+    leaves = _tree.leaves_like(getattr(sampler, "like_params", None), params) or []
+    known = [leaf for leaf in leaves if is_concrete(leaf)]
+    if known and not _tree.all_finite(known):
+        advice = (
+            "The parameters of the loop are not finite. Samplers reject steps from gradients"
+            " that are not: what else changes the parameters?"
+        )
+        _check.fail("last_accepted", "params", "finite", "nan or inf", advice)
     if is_concrete(last.is_altered) and last.is_altered:
         rule = "that of a loop in which only the sampler changes the parameters"
         got = (

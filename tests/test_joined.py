@@ -39,7 +39,9 @@ def follow(tx, frozen: str = "") -> Any:
         return (optax.apply_updates(params, updates), state), None
 
     shifts = jax.random.normal(jax.random.key(1), (150,))
-    return jax.jit(lambda start: jax.lax.scan(call, start, shifts)[0])((PARAMS, tx.init(PARAMS)))
+    # As in `optax.adamw`, a scan needs a state without the leaf.
+    state = tx.init(PARAMS | ({frozen: None} if frozen else {}))
+    return jax.jit(lambda start: jax.lax.scan(call, start, shifts)[0])((PARAMS, state))
 
 
 def prior(params):

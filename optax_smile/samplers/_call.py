@@ -15,7 +15,7 @@ from optax_smile._types import Options, StepSize, Tree, Unchecked
 from optax_smile.potential import PerParameter, Potential
 from optax_smile.samplers import _chain, _leaves
 from optax_smile.samplers._chain import ChainState, Dynamics
-from optax_smile.state import check_format, is_ready
+from optax_smile.state import check_format, is_concrete
 
 Arguments = ParamSpec("Arguments")
 Definition = Callable[Arguments, object]
@@ -140,14 +140,14 @@ def _update(dynamics: Dynamics, run: Callable) -> Callable:
         if not isinstance(state, ChainState):
             _check.fail(where, "state", _chain.state_of(dynamics.name), _check.show(state))
         check_format(where, "state", state)
-        # Without waiting for the device: a flag that is set stays set.
-        if is_ready(state.sampled.is_inconsistent):
-            state.sampled.require_consistent(where)
-        moving, params = _leaves.select(where, updates, params, state.like_params)
+        known = state.like_params
+        moving, params = _leaves.select(where, updates, params, known)
+        if jax.tree.structure(moving) != jax.tree.structure(known):
+            # A compiled call sets `is_altered`.
+            number = state.last_update.num_gradients
+            if is_concrete(number) and np.any(np.asarray(number) > 0):
+                _leaves.require_all(where, moving, known)
         displacement, after = run(moving, state, params, value)
-        is_inconsistent = after.sampled.is_inconsistent
-        if is_ready(is_inconsistent) and np.asarray(is_inconsistent).any():
-            _leaves.refuse(where, state.sampled, moving, state.like_params)
         return _leaves.put_back(displacement, updates), after
 
     update.__qualname__ = where

@@ -1,19 +1,20 @@
 """The state of a chain, and what one call of `update` does around the dynamics of a sampler."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_smile import _check, _tree, potential
 from optax_smile._types import Options, Tree
 from optax_smile.samplers import _leaves
-from optax_smile.samplers._leaves import SampledState
 from optax_smile.stages import probe, rejection
-from optax_smile.state import STATE_FORMAT, LastUpdate, Stats, no_update, noise_id
+from optax_smile.state import STATE_FORMAT, LastUpdate, Stats, is_concrete, no_update, noise_id
 
 
 class ChainState(NamedTuple):
@@ -24,6 +25,7 @@ class ChainState(NamedTuple):
         prior_mean: the parameters at the start, if the prior is around them; or None.
         num_steps: steps begun, the count that a step-size schedule gets, int32.
         key: for the noise of the next call, as raw numbers, uint32; None without noise.
+        has_lost_leaf: whether the gradient of a leaf was None in a later call than the first, bool.
         state_format: `state.STATE_FORMAT` of the version that made the state, int32.
     """
 
@@ -34,7 +36,7 @@ class ChainState(NamedTuple):
     num_steps: jax.Array
     key: jax.Array | None
     last_update: LastUpdate
-    sampled: SampledState
+    has_lost_leaf: jax.Array
     state_format: jax.Array
 
     @property
@@ -49,22 +51,28 @@ class ChainState(NamedTuple):
 
     def stats(self) -> Stats:
         """Scalars that describe the last call, see `optax_smile.stats`."""
+        number = self.last_update.num_gradients
+        # Those of one chain.
+        sizes = [math.prod(x.shape[number.ndim :]) for x in jax.tree.leaves(self.like_params)]
+        array = jnp if isinstance(number, jax.Array) else np
         return Stats(
             num_rejected=self.guardrail.num_rejected,
             num_nonfinite=self.guardrail.num_nonfinite,
             num_altered=self.probe.num_altered,
-            is_altered=self.probe.is_altered | self.sampled.is_inconsistent,
-            num_parameters=self.sampled.num_parameters,
-            noise_id=noise_id(self.key, self.last_update.num_gradients),
+            is_altered=self.probe.is_altered | self.has_lost_leaf,
+            num_parameters=array.full_like(number, min(sum(sizes), _check.LARGEST_WHOLE)),
+            noise_id=noise_id(self.key, number),
             **self.last_update.stats(),
             **self.dynamics.stats(),
         )
 
     def last_accepted(self, params: optax.Params) -> Tree:
         """Start of the open step, see `optax_smile.last_accepted`."""
-        draw = self.dynamics.last_accepted(params, self.sampled.has_gradient)
-        self.sampled.require_consistent("last_accepted")
-        return draw
+        if is_concrete(self.has_lost_leaf) and self.has_lost_leaf:
+            rule = "a state whose calls of `update` all had gradients for the same leaves"
+            got = "one after a call with gradients for fewer leaves"
+            _check.fail("last_accepted", "state", rule, got, "Start again with `init`.")
+        return self.dynamics.last_accepted(params)
 
     def last_received(self) -> tuple[optax.Updates, jax.Array]:
         """See `state.SamplerState`."""
@@ -114,8 +122,7 @@ class Dynamics:
     def move(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
         """Return the displacement and the state after a call.
 
-        In `state`, `prior_mean` is None. The caller restores it in the result, and updates
-        `sampled`.
+        In `state`, `prior_mean` is None. The caller restores it in the result.
         """
         raise NotImplementedError
 
@@ -132,7 +139,7 @@ class Dynamics:
             num_steps=count,
             key=None if self.seed is None else jnp.copy(jax.random.key_data(self.seed)),
             last_update=last_update._replace(is_draw=self.is_draw(count - 1)),
-            sampled=_leaves.begin(params),
+            has_lost_leaf=jnp.zeros((), bool),
             state_format=jnp.asarray(STATE_FORMAT, jnp.int32),
         )
 
@@ -147,22 +154,19 @@ class Dynamics:
             got = "one of another sampler, or with other settings"
             got = got if is_kind else _check.show(state.dynamics)
             _check.fail(f"{self.name}.update", "state", state_of(self.name), got)
-        before, moves = state, _leaves.moving(updates, known)
-        if not all(moves):
-            before = _leaves.narrow(state, jax.eval_shape(self.init, _leaves.only(known, updates)))
+        if jax.tree.structure(updates) != jax.tree.structure(known):
+            lost = state.has_lost_leaf | (state.last_update.num_gradients > 0)
+            state = _leaves.take_over(state, self.init(params))._replace(has_lost_leaf=lost)
         updates = jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params)
         value = None if value is None else jnp.asarray(value, _tree.dtype(known))
         posterior = self.posterior
-        if before.prior_mean is not None:
-            posterior = posterior._replace(prior_mean=before.prior_mean)
+        if state.prior_mean is not None:
+            posterior = posterior._replace(prior_mean=state.prior_mean)
         passed = None if posterior.log_prior is None else updates
         updates, value = potential.with_log_prior(posterior, updates, value, params)
         call = Call(posterior, updates, passed, params, value)
-        displacement, after = self.move(call, before._replace(prior_mean=None))
-        after = after if all(moves) else _leaves.widen(after, state)
-        is_first = state.last_update.num_gradients == 0
-        sampled = state.sampled.observe(moves, _tree.size(updates), is_first)
-        return displacement, after._replace(prior_mean=state.prior_mean, sampled=sampled)
+        displacement, after = self.move(call, state._replace(prior_mean=None))
+        return displacement, after._replace(prior_mean=state.prior_mean)
 
     def split(self, data: jax.Array | None) -> tuple[jax.Array | None, Tree]:
         """Split the key of a state: the next one, and a typed key for the noise of this call."""

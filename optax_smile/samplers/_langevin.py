@@ -92,9 +92,9 @@ class LangevinState(NamedTuple):
             **dict.fromkeys(unmeasured, unknown),
         }
 
-    def last_accepted(self, params: optax.Params, moves: jax.Array) -> Tree:
-        """Start of the open step; `moves` tells which leaves move."""
-        return _tree.map_sampled(lambda move, x: x - move, self.displacement, params, moves)
+    def last_accepted(self, params: optax.Params) -> Tree:
+        """Start of the open step."""
+        return _tree.map_sampled(lambda move, x: x - move, self.displacement, params)
 
 
 def euler_step(call: Move, amplitude: jax.Array) -> optax.Updates:

@@ -1,71 +1,18 @@
 """Which leaves of a parameter tree a sampler moves.
 
 `init` fixes the candidates: arrays of floating-point numbers. The state has None in the place of
-all other leaves, as `equinox.filter` leaves it. Candidates whose gradient is None in `update` do
-not move: they count in no sum, nor in the number of parameters. The state keeps an entry for them,
-so that its structure never changes: a call narrows it to the leaves that move, and widens the
-result.
+all other leaves, as `equinox.filter` leaves it. Candidates whose gradient is None in the first call
+do not move: from then on the state has None in their place, as that of `optax.adamw`.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import jax
-import jax.core
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_smile import _check, _tree
 from optax_smile._types import Tree, Unchecked
-from optax_smile.state import is_concrete
 
 OF_INIT = "the one given to init"
-
-
-class SampledState(NamedTuple):
-    """Which leaves the calls of `update` were about.
-
-    Attributes:
-        has_gradient: whether a leaf had a gradient in the first call `[leaf]`; all before it.
-        num_parameters: d, the parameters of these leaves, int32.
-        is_inconsistent: whether a later call had gradients for other leaves; it stays true.
-    """
-
-    has_gradient: jax.Array
-    num_parameters: jax.Array
-    is_inconsistent: jax.Array
-
-    def observe(self, moves: Sequence[bool], size: int, is_first: jax.Array) -> "SampledState":
-        """Record which leaves the first call moves, and whether a later one moves others.
-
-        `size` is their number of parameters.
-        """
-        now = jnp.asarray(moves, bool)
-        others = ~is_first & jnp.any(self.has_gradient != now)
-        return SampledState(
-            has_gradient=jnp.where(is_first, now, self.has_gradient),
-            num_parameters=jnp.where(
-                is_first, min(size, _check.LARGEST_WHOLE), self.num_parameters
-            ),
-            is_inconsistent=self.is_inconsistent | others,
-        )
-
-    def require_consistent(self, where: str):
-        """Raise the error that a call would have raised outside of a compiled program."""
-        if is_concrete(self.is_inconsistent) and np.asarray(self.is_inconsistent).any():
-            rule = "a state whose calls of `update` all had gradients for the same leaves"
-            got = "one after a call with gradients for other leaves"
-            _check.fail(where, "state", rule, got, "Start again with `init`.")
-
-
-def begin(params: optax.Params) -> SampledState:
-    """All candidates, before the first call."""
-    return SampledState(
-        has_gradient=jnp.ones(len(jax.tree.leaves(params)), bool),
-        num_parameters=jnp.asarray(min(_tree.size(params), _check.LARGEST_WHOLE), jnp.int32),
-        is_inconsistent=jnp.zeros((), bool),
-    )
 
 
 def _is_none(leaf: object) -> bool:
@@ -88,41 +35,20 @@ def candidates(where: str, params: Unchecked) -> Tree:
     return floating
 
 
-def moving(updates: optax.Updates, known: optax.Params) -> list[bool]:
-    """Tell which of the candidates `known` have a gradient."""
-    pairs = zip(*(jax.tree.leaves(x, is_leaf=_is_none) for x in (known, updates)), strict=True)
-    return [update is not None for candidate, update in pairs if candidate is not None]
-
-
 def only(tree: Tree, other: Tree) -> Tree:
     """Put None in the place of leaves where another tree has None."""
     return jax.tree.map(lambda x, y: None if y is None else x, tree, other, is_leaf=_is_none)
 
 
-def narrow(state: Tree, like: Tree) -> Tree:
-    """Take the leaves out of a state that `like` has; an array with a place for each leaf shrinks.
+def take_over(state: Tree, fresh: Tree) -> Tree:
+    """Replace arrays of a fresh state of fewer leaves by those of a state, by path and shape."""
+    arrays = dict(jax.tree_util.tree_leaves_with_path(state))
 
-    `like` has the shapes of the state of the leaves that move.
-    """
-    leaves = dict(jax.tree_util.tree_leaves_with_path(state))
+    def leaf(path: Tree, new: jax.Array) -> jax.Array:
+        old = arrays.get(path, new)
+        return old if jnp.shape(old) == jnp.shape(new) else new
 
-    def leaf(path: Tree, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        return leaves[path][tuple(slice(length) for length in wanted.shape)]
-
-    return jax.tree_util.tree_map_with_path(leaf, like)
-
-
-def widen(narrowed: Tree, state: Tree) -> Tree:
-    """Put what `narrow` took out, and a call changed, back into the whole state."""
-    leaves = dict(jax.tree_util.tree_leaves_with_path(narrowed))
-
-    def leaf(path: Tree, old: jax.Array) -> jax.Array:
-        new = leaves.get(path, old)
-        if new.shape == old.shape:
-            return new
-        return jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim)
-
-    return jax.tree_util.tree_map_with_path(leaf, state)
+    return jax.tree_util.tree_map_with_path(leaf, fresh)
 
 
 def select(
@@ -139,7 +65,7 @@ def select(
     gradients = jax.tree.leaves(updates, is_leaf=_is_none)
     for (path, candidate), gradient in zip(candidates, gradients, strict=True):
         if candidate is None and _tree.is_floating(gradient):
-            rule = f"None at {_place(path)}, where `init` got no floating-point array"
+            rule = f"None at {_place(path)}, which is no leaf of the state"
             _check.fail(where, "updates", rule, _check.show(gradient))
 
     kept = only(updates, known)
@@ -162,15 +88,14 @@ def put_back(displacement: optax.Updates, updates: optax.Updates) -> optax.Updat
     return jax.tree.map(leaf, displacement, updates, is_leaf=_is_none)
 
 
-def refuse(where: str, before: SampledState, updates: optax.Updates, known: optax.Params):
-    """Name the leaf whose gradient is None only in this call, or in all calls but this one."""
-    now = moving(updates, known)
-    changed = np.flatnonzero(np.asarray(before.has_gradient) != now)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(known)]
-    has_now = now[changed[0]]
-    one, other = ("a gradient", "None") if has_now else ("None", "a gradient")
-    got = f"{one} at {_place(paths[changed[0]])}, where the first call had {other}"
-    _check.fail(where, "updates", "None at the same leaves in every call", got)
+def require_all(where: str, updates: optax.Updates, known: optax.Params):
+    """Name the first leaf of the state whose gradient is None."""
+    gradients = jax.tree.leaves(only(updates, known), is_leaf=_is_none)
+    leaves = jax.tree_util.tree_leaves_with_path(known, is_leaf=_is_none)
+    for (path, leaf), gradient in zip(leaves, gradients, strict=True):
+        if leaf is not None and gradient is None:
+            got = f"None at {_place(path)}, where the first call had a gradient"
+            _check.fail(where, "updates", "None at the same leaves in every call", got)
 
 
 def _check_structure(where: str, argument: str, tree: Unchecked, known: optax.Params, name: str):

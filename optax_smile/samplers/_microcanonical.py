@@ -84,9 +84,9 @@ class MicrocanonicalState(NamedTuple):
             "on_its_way": past.descent.on_its_way | past.loss.is_falling,
         }
 
-    def last_accepted(self, params: optax.Params, moves: jax.Array) -> Tree:
-        """Start of the open step; `moves` tells which leaves move."""
-        return step_start(self.momentum, params, scale.inverse_of(self.preconditioner), moves)
+    def last_accepted(self, params: optax.Params) -> Tree:
+        """Start of the open step."""
+        return step_start(self.momentum, params, scale.inverse_of(self.preconditioner))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

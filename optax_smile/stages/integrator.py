@@ -165,22 +165,16 @@ def drift(
 
 
 def step_start(
-    state: MomentumState,
-    params: optax.Params,
-    inverse_scale: optax.Updates | None,
-    moves: jax.Array | None = None,
+    state: MomentumState, params: optax.Params, inverse_scale: optax.Updates | None
 ) -> Tree:
-    """Parameters at the start of the open step, given the scale of its drift; else `params`.
-
-    `moves` tells which leaves of the state move, `[leaf]`; None: all.
-    """
+    """Parameters at the start of the open step, given the scale of its drift; else `params`."""
     is_open = state.drift_index > 0
     if state.anchor is not None:
         began = state.anchor
-        return _tree.map_sampled(lambda x, at: jnp.where(is_open, x, at), began, params, moves)
+        return _tree.map_sampled(lambda x, at: jnp.where(is_open, x, at), began, params)
     length = jnp.where(is_open, state.step_length, 0)
     drifted = drift(state.direction, length, inverse_scale)
-    return _tree.map_sampled(lambda move, x: x - move, drifted, params, moves)
+    return _tree.map_sampled(lambda move, x: x - move, drifted, params)
 
 
 @dataclass(frozen=True)
