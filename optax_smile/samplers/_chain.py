@@ -55,12 +55,13 @@ class ChainState(NamedTuple):
         # Those of one chain.
         sizes = [math.prod(x.shape[number.ndim :]) for x in jax.tree.leaves(self.like_params)]
         array = jnp if isinstance(number, jax.Array) else np
+        size: Tree = array.full_like(number, min(sum(sizes), _check.LARGEST_WHOLE))
         return Stats(
             num_rejected=self.guardrail.num_rejected,
             num_nonfinite=self.guardrail.num_nonfinite,
             num_altered=self.probe.num_altered,
             is_altered=self.probe.is_altered | self.has_lost_leaf,
-            num_parameters=array.full_like(number, min(sum(sizes), _check.LARGEST_WHOLE)),
+            num_parameters=size,
             noise_id=noise_id(self.key, number),
             **self.last_update.stats(),
             **self.dynamics.stats(),
