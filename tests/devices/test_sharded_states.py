@@ -55,7 +55,7 @@ def test_state_is_sharded_like_the_parameters():
         assert_sharded_like(state, params)
         after, state = run(jax.jit(step), params, state, range(7))
     assert_sharded_like((after, state), params)
-    assert not np.any(state.probe.num_altered) and np.any(state.probe.is_known)
+    assert not np.any(state.probe.num_altered) and np.any(state.probe.num_read)
     assert_close((after, state), as_read((expected[0], expected[1]), (after, state)))
 
 
