@@ -79,8 +79,8 @@ def test_altered_parameters_are_seen_on_several_devices(case):
         params, state = run(step, params, tx.init(params), range(2))
         _, altered = step(scale(0.999, params), state, batch(2))
     assert state.probe.num_altered == 0 and altered.probe.num_altered == 1
-    alone: Any = jax.device_get((params, state))
-    params, state = run(step, *alone, range(2, 4))
+    params, state = jax.device_get((params, state))
+    params, state = run(step, params, state, range(2, 4))
     _, altered = step(scale(0.999, params), state, batch(4))
     assert state.probe.num_altered == 0 and altered.probe.num_altered == 1
     assert altered.probe.num_read == len(state.probe.start) == _tree.size(PARAMS)
