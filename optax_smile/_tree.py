@@ -227,14 +227,14 @@ def _combine(function: Callable) -> Callable:
 
 def _signed(leaf: jax.Array, inside: np.ndarray | None = None) -> list[jax.Array]:
     """Multiply by `NUM_SIGNS` random signs, which depend only on the place inside a leaf."""
-    places = _places(jnp.zeros((), jnp.uint32), leaf) if inside is None else inside
+    places = places_of(jnp.zeros((), jnp.uint32), leaf) if inside is None else inside
     bits = places * np.uint32(0x9E3779B9)
     bits = (bits ^ (bits >> 15)) * np.uint32(0x2C1B3C6D)
     bits = bits ^ (bits >> 13)
     return [jnp.where((bits >> (31 - sign)) % 2 == 0, leaf, -leaf) for sign in range(NUM_SIGNS)]
 
 
-def _places(first: jax.Array, leaf: jax.Array) -> jax.Array:
+def places_of(first: jax.Array, leaf: jax.Array) -> jax.Array:
     """Number the entries of a leaf, in the order of its last axis, modulo 2^32."""
     places, stride, sharding = jnp.full((), first), 1, jax.typeof(leaf).sharding
     is_typed = AxisType.Explicit in sharding.mesh.axis_types
@@ -456,7 +456,7 @@ def _numbers(first: jax.Array, start: int | np.ndarray, leaf: jax.Array) -> jax.
     """Number the entries of a leaf that begins at `start`, or of joined leaves."""
     if isinstance(start, np.ndarray):
         return first + start
-    return _places(first + np.uint32(start % 2**32), leaf)
+    return places_of(first + np.uint32(start % 2**32), leaf)
 
 
 def _signs_like(bits: jax.Array, second: jax.Array, leaf: jax.Array) -> jax.Array:

@@ -146,8 +146,8 @@ DEFECTS = r"""
 - WINDOW, MOST_ALTERED, LEAST_ALTERED = 512, 0.01, 3
 + WINDOW, MOST_ALTERED, LEAST_ALTERED = 512, 0.05, 3
 = a rejected step looks altered | silent
-- is_known=jnp.logical_and(is_read, ~reject),
-+ is_known=jnp.asarray(is_read),
+- num_read=jnp.where(reject, 0, num_read)
++ num_read=jnp.where(reject, num_read, num_read)
 # state.py | test_after_sampler.py
 = what follows the sampler is not looked at | test_refused
 - chain[place + 1 :] if hasattr

@@ -196,7 +196,7 @@ def follow(tx, key, params, gradient, calls, see=None, **given) -> Any:
 
 
 def as_read(tree: Any, other: Any) -> Any:
-    """Forget numbers that the probes of another tree did not read: of sharded leaves few are."""
+    """Forget what probes read, since of sharded leaves they read less than those of another."""
 
     def is_probe(node: Any) -> bool:
         return isinstance(node, ProbeState)
@@ -204,7 +204,6 @@ def as_read(tree: Any, other: Any) -> Any:
     def forget(node: Any, beside: Any) -> Any:
         if not is_probe(node):
             return node
-        start = jnp.where(beside.is_known, node.start, 0)
-        return node._replace(start=start, is_known=beside.is_known)
+        return node._replace(start=beside.start, num_read=beside.num_read)
 
     return jax.tree.map(forget, tree, other, is_leaf=is_probe)

@@ -12,7 +12,17 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from runs import as_read
-from test_contract import PARAMS, advance, assert_close, batch, make, mean_loss, run, shared_cases
+from test_contract import (
+    PARAMS,
+    advance,
+    assert_close,
+    batch,
+    make,
+    mean_loss,
+    run,
+    scale,
+    shared_cases,
+)
 
 import optax_smile
 from optax_smile import _tree
@@ -55,8 +65,25 @@ def test_state_is_sharded_like_the_parameters():
         assert_sharded_like(state, params)
         after, state = run(jax.jit(step), params, state, range(7))
     assert_sharded_like((after, state), params)
-    assert not np.any(state.probe.num_altered) and np.any(state.probe.is_known)
+    assert not np.any(state.probe.num_altered) and np.any(state.probe.num_read)
     assert_close((after, state), as_read((expected[0], expected[1]), (after, state)))
+
+
+@pytest.mark.parametrize("case", ["psmile, rich", "sghmc"])
+def test_altered_parameters_are_seen_on_several_devices(case):
+    """And a chain that goes on with them on one device, where more is read, is not altered."""
+    mesh, params = shard(AxisType.Auto)
+    tx = make(case)
+    step = jax.jit(functools.partial(advance, tx))
+    with jax.set_mesh(mesh):
+        params, state = run(step, params, tx.init(params), range(2))
+        _, altered = step(scale(0.999, params), state, batch(2))
+    assert state.probe.num_altered == 0 and altered.probe.num_altered == 1
+    params, state = jax.device_get((params, state))
+    params, state = run(step, params, state, range(2, 4))
+    _, altered = step(scale(0.999, params), state, batch(4))
+    assert state.probe.num_altered == 0 and altered.probe.num_altered == 1
+    assert altered.probe.num_read == len(state.probe.start) == _tree.size(PARAMS)
 
 
 @shared_cases
