@@ -47,8 +47,8 @@ DEFECTS = r"""
 + (x - mean + dx)
 # stages/scale.py | test_preconditioner.py
 = scale moves within a window | window
-- closes | worth.restart, measured
-+ worth.counts | worth.restart, measured
+- closes | weight.restart, measured
++ weight.counts | weight.restart, measured
 = variance about zero | formula
 - return jax.tree.map(jnp.subtract, gradient, state.gradient_mean)
 + return gradient
@@ -121,7 +121,7 @@ DEFECTS = r"""
 + return turn, jnp.where(~known, jnp.sqrt(
 # samplers/_microcanonical.py | test_preconditioner.py
 = change across a new scale | change_of_the_scale
-- scale_stays = self.preconditioner.stays(averages, now.worth)
+- scale_stays = self.preconditioner.stays(state.dynamics.preconditioner, measured.weight)
 + scale_stays = True
 # _tree.py | test_step_cost.py
 = sketch without signs | sketch_estimates

@@ -50,21 +50,19 @@ def unit(rng, size):
 def kick_and_turn(u, g, *lengths, moving: Any = True) -> Any:
     """Kick with one gradient for each of the lengths, then turn the direction u once."""
     momentum = stepping.Momentum(stepping.SCHEMES["leapfrog"])
-    state = momentum.init(u, jnp.asarray(1.0, u.dtype))
-    state = state._replace(direction=u, moving=jnp.asarray(moving))
     sums = stepping.Sums(*[jnp.zeros(())] * len(stepping.Sums._fields))
     sums = sums._replace(
         direction_square=jnp.vdot(u, u),
         direction_dot_whitened=jnp.vdot(u, g),
         whitened_square=jnp.vdot(g, g),
     )
-    heading = stepping.heading(state.moving, sums)
+    heading = momentum.heading(jnp.asarray(moving), sums)
     gains = []
     for length in lengths:
-        heading, change = stepping.kick(heading, jnp.asarray(length, u.dtype), u.size)
-        gains.append(change)
-    turned = momentum.turn(state, heading, jnp.zeros(()), g, None, u)
-    return turned.direction, heading, jnp.stack(gains)
+        given = heading, jnp.asarray(length, u.dtype), u.size
+        heading = momentum.kick(*given)
+        gains.append(momentum.kinetic_change(*given))
+    return momentum.turn(u, heading, g, None), heading, jnp.stack(gains)
 
 
 @jax.jit
@@ -86,7 +84,8 @@ def test_kinetic_energy_of_kicks_at_ten_million_parameters():
     heading = stepping.Heading(
         jnp.asarray(p), full(1), full(0), full(0), moving, full(norm), full(1)
     )
-    _, got = stepping.kick(heading, jnp.broadcast_to(length, p.shape), size)
+    momentum = stepping.Momentum(stepping.SCHEMES["leapfrog"])
+    got = momentum.kinetic_change(heading, jnp.broadcast_to(length, p.shape), size)
     assert got.dtype == jnp.float32
     delta = length.astype(float) * float(norm) / (size - 1)
     exact = (size - 1) * exact_log_growth(p.astype(float), delta)

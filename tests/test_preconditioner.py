@@ -12,7 +12,7 @@ from test_momentum import plain
 import optax_smile
 from optax_smile import _tree
 from optax_smile.stages import scale as scaling
-from optax_smile.stages.evidence import Worth
+from optax_smile.stages.evidence import GradientWeight
 
 DECAY = 0.99
 # Of the gradients [time, coordinate] in most tests: one program for each estimate.
@@ -58,8 +58,8 @@ def observe(estimate, state, gradient, trust=1.0, counts=True, restart=False):
     """One gradient, as a sampler passes it on."""
     deviation = ESTIMATES[estimate].deviation(state, gradient)
     square = _tree.inner(deviation, deviation)
-    worth = Worth(jnp.float32(trust), jnp.asarray(counts), jnp.asarray(restart), square)
-    return ESTIMATES[estimate].observe(state, gradient, worth, gradient)
+    weight = GradientWeight(jnp.float32(trust), jnp.asarray(counts), jnp.asarray(restart), square)
+    return ESTIMATES[estimate].observe(state, gradient, weight, gradient)
 
 
 def scale_of(state):

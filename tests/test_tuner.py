@@ -116,7 +116,7 @@ def shown(change, state, num_gradients=1000, smallest_factor=0.0, is_known=True)
         change_rate=jnp.float32(0),
         changes=start.changes,
         descent=start.descent,
-        worth=evidence.Worth(
+        weight=evidence.GradientWeight(
             jnp.float32(1), jnp.ones((), bool), jnp.zeros((), bool), jnp.float32(0)
         ),
         num_gradients=jnp.int32(num_gradients),
@@ -219,8 +219,8 @@ def test_what_a_gradient_says_of_the_turns():
     given = shown(0.0, averages(1.0, 0.5))
     given = given._replace(turns=given.turns._replace(mean_turn_rate=jnp.float32(2)))
     for rate, trust, expected in [(12, 0.5, 4), (3, 1, 2), (12, 0, 2)]:
-        worth = given.worth._replace(trust=jnp.float32(trust))
-        now: Any = given._replace(turn_rate=jnp.float32(rate), worth=worth)
+        weight = given.weight._replace(trust=jnp.float32(trust))
+        now: Any = given._replace(turn_rate=jnp.float32(rate), weight=weight)
         np.testing.assert_allclose(now.rates(), [expected] * 2)
 
 

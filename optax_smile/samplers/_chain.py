@@ -98,7 +98,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dynamics:
-    """A sampler. The families implement `begin` and `move`.
+    """A sampler. The families implement `begin` and `process`.
 
     Attributes:
         name: of the sampler.
@@ -120,7 +120,7 @@ class Dynamics:
         """Return the state of the dynamics before the first call."""
         raise NotImplementedError
 
-    def move(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
+    def process(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
         """Return the displacement and the state after a call.
 
         In `state`, `prior_mean` is None. The caller restores it in the result.
@@ -166,7 +166,7 @@ class Dynamics:
         passed = None if posterior.log_prior is None else updates
         updates, value = potential.with_log_prior(posterior, updates, value, params)
         call = Call(posterior, updates, passed, params, value)
-        displacement, after = self.move(call, state._replace(prior_mean=None))
+        displacement, after = self.process(call, state._replace(prior_mean=None))
         return displacement, after._replace(prior_mean=state.prior_mean)
 
     def split(self, data: jax.Array | None) -> tuple[jax.Array | None, Tree]:

@@ -134,7 +134,7 @@ class Langevin(Dynamics):
             step_size_factor=jnp.ones((), dtype),
         )
 
-    def move(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
+    def process(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
         """Reject a step that ends in a non-finite number, else move by the rule."""
         here, last, params = state.dynamics, state.last_update, call.params
         gradient = potential.gradient(call.posterior, call.updates, params)

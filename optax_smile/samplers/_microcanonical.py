@@ -29,12 +29,12 @@ from optax_smile.stages import evidence, probe, rejection, scale
 from optax_smile.stages.evidence import EvidenceState
 from optax_smile.stages.integrator import (
     SCHEMES,
+    Heading,
     IntegratorName,
     Momentum,
     MomentumState,
     Noise,
     step_start,
-    stop,
 )
 from optax_smile.stages.scale import Preconditioner
 from optax_smile.stages.step_size import Tuner, choose
@@ -72,21 +72,57 @@ class MicrocanonicalState(NamedTuple):
 
     def stats(self) -> Options:
         """Return what only the dynamics know of `Stats`."""
-        past = self.evidence
+        history = self.evidence
         return {
             "step_size": self.momentum.step_length,
-            "energy_mean": past.energies.energy_mean,
-            "energy_std": past.energies.energy_std,
-            "num_outlying": past.turns.num_outlying,
-            "change_share": past.changes.share(),
-            "descent": past.descent.descent_score,
-            "fall": past.loss.fall,
-            "on_its_way": past.descent.on_its_way | past.loss.is_falling,
+            "energy_mean": history.energies.energy_mean,
+            "energy_std": history.energies.energy_std,
+            "num_outlying": history.turns.num_outlying,
+            "change_share": history.changes.share(),
+            "descent": history.descent.descent_score,
+            "fall": history.loss.fall,
+            "on_its_way": history.descent.on_its_way | history.loss.is_falling,
         }
 
     def last_accepted(self, params: optax.Params) -> Tree:
         """Start of the open step."""
         return step_start(self.momentum, params, scale.inverse_of(self.preconditioner))
+
+
+class Reading(NamedTuple):
+    """What a call reads from its arrays.
+
+    Attributes:
+        sums: all inner products.
+        sketch: of the whitened gradient.
+        fingerprint: of the gradient that the loop passed.
+        entries_moved: how far the last drift moved the entries that `probe` compares.
+        noise: explicit noise, a tree like the parameters, or None.
+        key: for the noise of the next call.
+    """
+
+    sums: evidence.Sums
+    sketch: Tree
+    fingerprint: jax.Array
+    entries_moved: Tree
+    noise: optax.Updates | None
+    key: jax.Array | None
+
+
+class Decision(NamedTuple):
+    """What a call decides from scalars.
+
+    Attributes:
+        reject: whether the parameters return to the start of the open step.
+        heading: of the next drift.
+        weight: of the gradient in the averages of the preconditioner.
+        state: the scalars after the call, with the arrays from before it.
+    """
+
+    reject: jax.Array
+    heading: Heading
+    weight: evidence.GradientWeight
+    state: ChainState
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,115 +145,132 @@ class Microcanonical(Dynamics):
             evidence=evidence.init(params),
         )
 
-    def move(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
-        """Take the next drift, or the way back, with small leaves joined."""
-        layout = _joined.choose(call.params, _tree.SMALLEST_NETWORK)
-        call = call._replace(posterior=potential.spread(call.posterior, call.params))
-        return _joined.part(self._step(*_joined.join(layout, (call, state))))
-
-    def _step(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
-        momentum, here, past = self.momentum, state.dynamics.momentum, state.dynamics.evidence
+    def process(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
+        """Read, decide and move, with small leaves joined."""
         if call.value is None and (self.tuner.uses_energy or self.reject_quantile is not None):
             warn(
                 f"`{self.name}.update` got no loss. Without it, `quantile_tuner` does not adapt the"
                 " step size, and `reject_quantile` rejects only non-finite steps. Pass `value=loss`"
                 " to `update`."
             )
+        layout = _joined.choose(call.params, _tree.SMALLEST_NETWORK)
+        call = call._replace(posterior=potential.spread(call.posterior, call.params))
+        call, state = _joined.join(layout, (call, state))
+        reading = self.read(call, state)
+        decision = self.decide(call, state, reading)
+        return _joined.part(self.move(call, state, reading.noise, decision))
+
+    def read(self, call: Call, state: ChainState) -> Reading:
+        """Read every array: all inner products in one pass over memory."""
+        before, scaling = state.dynamics.momentum, state.dynamics.preconditioner
         key, noise_key = self.split(state.key)
-
-        # Read the trees: every inner product in one pass over memory.
         noise = None if noise_key is None else _tree.isotropic_like(noise_key, call.params)
-        averages, posterior, params = state.dynamics.preconditioner, call.posterior, call.params
-        sums, sketch, fingerprint = self._measure(call, here, averages, noise)
+        inverse_scale = scale.inverse_of(scaling)
+        gradient = potential.gradient(call.posterior, call.updates, call.params)
+        drifted = self.momentum.last_drift(before, inverse_scale)
+        back = jax.tree.map(jnp.negative, drifted)
+        sums, sketch, fingerprint = evidence.measure(
+            params=call.params,
+            updates=call.updates,
+            passed=call.passed,
+            direction=before.direction,
+            whitened=scale.whiten(scaling, gradient),
+            deviation=self.preconditioner.deviation(scaling, gradient),
+            noise=noise,
+            prior_terms=potential.prior_terms(call.posterior, call.params, back),
+        )
+        few = before._replace(direction=probe.entries(before.direction))
+        few_scales = None if inverse_scale is None else probe.entries(inverse_scale)
+        entries_moved = self.momentum.last_drift(few, few_scales)
+        return Reading(sums, sketch, fingerprint, entries_moved, noise, key)
 
-        # Close the step that ends here, and accept or reject it by the energy that it gained.
-        heading, end = momentum.close(here, sums)
-        error = evidence.energy_error(posterior, past.open_step, end, sums, call.value)
-        is_outlier = past.energies.is_outlier(error, self.reject_quantile)
-        base = jnp.asarray(self.step_size(state.num_steps), here.step_length.dtype)
+    def decide(self, call: Call, state: ChainState, reading: Reading) -> Decision:
+        """Accept or reject the step that ends here, and choose the next one, by scalars alone."""
+        momentum, sums, posterior = self.momentum, reading.sums, call.posterior
+        before, history = state.dynamics.momentum, state.dynamics.evidence
+
+        # Close the step, and accept or reject it by the energy that it gained.
+        heading, end = momentum.close(before, sums)
+        error = evidence.energy_error(posterior, history.open_step, end, sums, call.value)
+        is_outlier = history.energies.is_outlier(error, self.reject_quantile)
+        base = jnp.asarray(self.step_size(state.num_steps), before.step_length.dtype)
         guard, reject = rejection.judge(state.guardrail, error.finite & (base >= 0), is_outlier)
-        probed = probe.look(state.probe, params, self._entries_moved(here, averages), reject)
+        probed = probe.look(state.probe, call.params, reading.entries_moved, reject)
         reject = reject & probed.is_made()
 
-        # Choose the length of the next step, and open it.
+        # Add the gradient to the averages, and choose the length of the next step.
         num_gradients = state.last_update.num_gradients
-        now = evidence.collect(past, end, error, sums, sketch, base, num_gradients, ~reject)
-        tuned = self.tuner.update(state.dynamics.tuner, now)
+        measured = evidence.collect(
+            history, end, error, sums, reading.sketch, base, num_gradients, ~reject
+        )
+        tuned = self.tuner.update(state.dynamics.tuner, measured)
         length = base * tuned.step_size_factor * guard.step_backoff
-        heading = momentum.diffuse(here, heading, sums, now.rates(), posterior.temperature)
-        heading, gained = momentum.open(here, heading, length)
 
-        # Move: every array in a second pass, in which the gradient is computed again. A rejected
-        # call returns to where its step began.
-        read = call.updates, params, here, averages
-        updates, params, here, averages = _tree.fence(read)
-        gradient = potential.gradient(posterior, updates, params)
-        whitened = scale.whiten(averages, gradient)
-        turned = momentum.turn(here, heading, length, whitened, noise, params)
-        step = past.open_step.advance(end, gained, sums, call.value)
-        kept = turned, step, _tree.count(state.num_steps, end.opens_step)
-        rejected = stop(here, length), past.open_step, state.num_steps
-        after, step, num_steps = optax.tree.where(reject, rejected, kept)
-        scale_stays = self.preconditioner.stays(averages, now.worth)
-        averages = self.preconditioner.observe(averages, gradient, now.worth, after.direction)
-        energy_per_loss, changes = potential.energy_change(posterior, 1.0, 0.0), now.changes
-        move = momentum.displace(reject, here, after, params, scale.inverse_of(averages))
-        return move, state._replace(
-            dynamics=MicrocanonicalState(
-                preconditioner=averages,
-                momentum=after,
-                tuner=tuned,
-                evidence=EvidenceState(
-                    open_step=step,
-                    energies=past.energies.observe(error, self.reject_quantile),
-                    turns=now.turns,
-                    changes=changes._replace(is_comparable=changes.is_comparable & scale_stays),
-                    descent=now.descent,
-                    loss=past.loss.observe(
-                        call.value, energy_per_loss, end.num_parameters, ~reject
-                    ),
-                ),
-            ),
+        # Open the next step: noise, a turn of the direction, and the first kick.
+        rates = measured.rates()
+        heading = momentum.diffuse(before, heading, sums, rates, posterior.temperature)
+        heading, opening_kick = momentum.open(before, heading, length)
+        after = momentum.proceed(before, heading, length, reject)
+        opened = history.open_step.advance(end, opening_kick, sums, call.value)
+        kept = opened, _tree.count(state.num_steps, end.opens_step)
+        rejected = history.open_step, state.num_steps
+        open_step, num_steps = optax.tree.where(reject, rejected, kept)
+
+        scale_stays = self.preconditioner.stays(state.dynamics.preconditioner, measured.weight)
+        is_comparable = measured.changes.is_comparable & scale_stays
+        energy_per_loss = potential.energy_change(posterior, 1.0, 0.0)
+        size = end.num_parameters
+        averages = EvidenceState(
+            open_step=open_step,
+            energies=history.energies.observe(error, self.reject_quantile),
+            turns=measured.turns,
+            changes=measured.changes._replace(is_comparable=is_comparable),
+            descent=measured.descent,
+            loss=history.loss.observe(call.value, energy_per_loss, size, ~reject),
+        )
+        state = state._replace(
+            dynamics=state.dynamics._replace(momentum=after, tuner=tuned, evidence=averages),
             guardrail=guard,
             probe=probed,
             num_steps=num_steps,
-            key=key,
+            key=reading.key,
             last_update=state.last_update.proceed(
                 posterior.temperature,
                 call.value,
                 reject,
-                fingerprint,
+                reading.fingerprint,
                 energy_change=jnp.where(error.known, error.change, 0),
                 has_energy=error.known,
                 step_end=end.is_end,
-                below_resolution=after.step_length < now.resolution,
+                below_resolution=after.step_length < measured.resolution,
             ),
         )
+        return Decision(reject, heading, measured.weight, state)
 
-    def _measure(
-        self, call: Call, here: MomentumState, averages: Tree, noise: optax.Updates | None
-    ) -> tuple[evidence.Sums, Tree, jax.Array]:
-        """Compute the trees of a call and their inner products."""
-        gradient = potential.gradient(call.posterior, call.updates, call.params)
-        drifted = self.momentum.last_drift(here, scale.inverse_of(averages))
-        back = jax.tree.map(jnp.negative, drifted)
-        return evidence.measure(
-            params=call.params,
-            updates=call.updates,
-            passed=call.passed,
-            direction=here.direction,
-            whitened=scale.whiten(averages, gradient),
-            deviation=self.preconditioner.deviation(averages, gradient),
-            noise=noise,
-            prior_terms=potential.prior_terms(call.posterior, call.params, back),
+    def move(
+        self, call: Call, state: ChainState, noise: optax.Updates | None, decision: Decision
+    ) -> tuple[optax.Updates, ChainState]:
+        """Write every array in a second pass, in which the gradient is computed again.
+
+        A rejected call returns to where its step began.
+        """
+        read = call.updates, call.params, state.dynamics.momentum, state.dynamics.preconditioner
+        updates, params, before, scaling = _tree.fence(read)
+        reject, dynamics = decision.reject, decision.state.dynamics
+        gradient = potential.gradient(call.posterior, updates, params)
+        whitened = scale.whiten(scaling, gradient)
+        turned = self.momentum.turn(before.direction, decision.heading, whitened, noise)
+        after = dynamics.momentum._replace(
+            direction=optax.tree.where(reject, before.direction, turned)
         )
-
-    def _entries_moved(self, here: MomentumState, averages: Tree) -> Tree:
-        """How far the last drift moved a few entries of the parameters."""
-        inverse_scale = scale.inverse_of(averages)
-        few = here._replace(direction=probe.entries(here.direction))
-        few_scales = None if inverse_scale is None else probe.entries(inverse_scale)
-        return self.momentum.last_drift(few, few_scales)
+        if before.anchor is not None:
+            begins = after.drift_index == 1
+            after = after._replace(anchor=optax.tree.where(begins, params, before.anchor))
+        scaling = self.preconditioner.observe(scaling, gradient, decision.weight, after.direction)
+        inverse_scale = scale.inverse_of(scaling)
+        displacement = self.momentum.displace(reject, before, after, params, inverse_scale)
+        dynamics = dynamics._replace(preconditioner=scaling, momentum=after)
+        return displacement, decision.state._replace(dynamics=dynamics)
 
 
 def _assemble(name: str, preconditioner: Preconditioner, arguments: Options) -> Microcanonical:

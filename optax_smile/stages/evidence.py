@@ -527,7 +527,7 @@ def init(params: optax.Params) -> EvidenceState:
     )
 
 
-class Worth(NamedTuple):
+class GradientWeight(NamedTuple):
     """The weight of a gradient in the averages of a preconditioner.
 
     Attributes:
@@ -556,7 +556,7 @@ class Evidence(NamedTuple):
         change_rate: the same for its change since the last step end; 0 if that does not count.
         changes: average of that.
         descent: averages of the energy that the drifts lose, likewise.
-        worth: the weight of this gradient in averages.
+        weight: the weight of this gradient in averages.
         num_gradients: calls of `update` before this one, int32.
         base: the user's step size, which the tuner's factor multiplies.
         resolution: step size below which the parameters stop moving in their precision.
@@ -569,7 +569,7 @@ class Evidence(NamedTuple):
     change_rate: jax.Array
     changes: ChangeAverage
     descent: DescentAverage
-    worth: Worth
+    weight: GradientWeight
     num_gradients: jax.Array
     base: jax.Array
     resolution: jax.Array
@@ -580,7 +580,7 @@ class Evidence(NamedTuple):
         The first is at least a third of the present one: where the first gradients were very small,
         in a mode, the average lags behind for long. The second is the first until it is known.
         """
-        now = jnp.where(self.worth.trust > 0, self.turn_rate, 0) / LARGEST_RATIO
+        now = jnp.where(self.weight.trust > 0, self.turn_rate, 0) / LARGEST_RATIO
         turn = jnp.maximum(self.turns.mean_turn_rate, now)
         known = self.changes.num_changes > 0
         return turn, jnp.where(known, jnp.sqrt(self.changes.mean_change_square), turn)
@@ -592,7 +592,7 @@ def resolution(params_square: jax.Array) -> jax.Array:
 
 
 def collect(
-    past: EvidenceState,
+    history: EvidenceState,
     end: StepEnd,
     error: EnergyError,
     sums: Sums,
@@ -603,20 +603,20 @@ def collect(
 ) -> Evidence:
     """Combine what a call measured with what the chain remembers."""
     shortest = resolution(sums.params_square)
-    trust = past.turns.trust(end.turn_rate, sums, num_gradients)
-    turns = past.turns.observe(end.turn_rate, trust, accepted)
-    descent = past.descent.observe(end, trust, turns, accepted)
+    trust = history.turns.trust(end.turn_rate, sums, num_gradients)
+    turns = history.turns.observe(end.turn_rate, trust, accepted)
+    descent = history.descent.observe(end, trust, turns, accepted)
     counts = (trust > 0) & (end.step_length >= SMALLEST_STEP * shortest)
-    changes, change_rate = past.changes.observe(sketch, end, sums, accepted, counts)
+    changes, change_rate = history.changes.observe(sketch, end, sums, accepted, counts)
     return Evidence(
         error=error,
-        energies=past.energies,
+        energies=history.energies,
         turn_rate=end.turn_rate,
         turns=turns,
         change_rate=change_rate,
         changes=changes,
         descent=descent,
-        worth=Worth(
+        weight=GradientWeight(
             trust=trust,
             counts=end.opens_step & (trust > 0) & accepted,
             restart=descent.on_its_way & accepted,

@@ -95,73 +95,12 @@ class Heading(NamedTuple):
     old_norm: jax.Array
 
 
-def heading(moving: jax.Array, sums: Sums) -> Heading:
-    """Describe u, if the chain is moving, and e = -g / |g| by the inner products of their trees."""
-    old_norm, gradient_norm = jnp.sqrt(sums.direction_square), jnp.sqrt(sums.whitened_square)
-    product = old_norm * gradient_norm
-    cosine = -sums.direction_dot_whitened / jnp.where(product > 0, product, 1)
-    return Heading(
-        cosine=jnp.where(moving, jnp.clip(cosine, -1, 1), 0),
-        along_old=jnp.where(moving, jnp.ones_like(cosine), 0),
-        along_descent=jnp.zeros_like(cosine),
-        along_noise=jnp.zeros_like(cosine),
-        moving=moving,
-        gradient_norm=gradient_norm,
-        old_norm=old_norm,
-    )
-
-
-def log_growth(cosine: jax.Array, delta: jax.Array) -> jax.Array:
+def _log_growth(cosine: jax.Array, delta: jax.Array) -> jax.Array:
     """Compute log(cosh delta + cosine sinh delta) without loss of digits for small delta."""
     small = jnp.minimum(delta, 1)
     near = jnp.log1p(2 * jnp.sinh(small / 2) ** 2 + cosine * jnp.sinh(small))
     far = jnp.logaddexp(jnp.log((1 + cosine) / 2) + delta, jnp.log((1 - cosine) / 2) - delta)
     return jnp.where(delta < 1, near, far)
-
-
-def kick(towards: Heading, length: jax.Array, num_parameters: int) -> tuple[Heading, jax.Array]:
-    """Turn the momentum towards e for a time `length`.
-
-    u <- (u + (sinh D + p (cosh D - 1)) e) / (cosh D + p sinh D), p = e . u,
-    D = length |g| / (d - 1); the kinetic energy grows by (d - 1) log(cosh D + p sinh D).
-    Written with z = exp(-D), which cannot overflow. u = 0 becomes e, and p = -1 changes only the
-    energy (Robnik et al. 2023, Microcanonical Hamiltonian Monte Carlo; with the sign of e that the
-    published code has, not the one of Sommer et al. 2026, appendix on the integrator). The second
-    result is the kinetic energy gained, in nats.
-    """
-    delta = length * towards.gradient_norm / (num_parameters - 1)
-    p, z = towards.cosine, jnp.exp(-delta)
-    opposed = p <= -1
-    denominator = jnp.where(opposed, 1, (1 + p) + (1 - p) * z * z)
-    old = jnp.where(opposed, 1, 2 * z / denominator)
-    descent = (-jnp.expm1(-2 * delta) + p * jnp.expm1(-delta) ** 2) / denominator
-    descent = jnp.where(opposed, 0, descent)
-    starts = ~towards.moving & (delta > 0)
-    kicked = towards._replace(
-        cosine=jnp.where(starts, 1, jnp.clip(old * p + descent, -1, 1)),
-        along_old=jnp.where(starts, 0, old * towards.along_old),
-        along_descent=jnp.where(starts, 1, old * towards.along_descent + descent),
-        along_noise=jnp.where(starts, 0, old * towards.along_noise),
-        moving=towards.moving | starts,
-    )
-    return kicked, (num_parameters - 1) * log_growth(p, delta)
-
-
-def stop(state: MomentumState, step_length: jax.Array) -> MomentumState:
-    """Rest at the start of the open step."""
-    return state._replace(
-        moving=jnp.zeros_like(state.moving),
-        drift_index=jnp.zeros_like(state.drift_index),
-        step_length=step_length.astype(state.step_length.dtype),
-    )
-
-
-def drift(
-    direction: optax.Updates, length: jax.Array, inverse_scale: optax.Updates | None
-) -> optax.Updates:
-    """Displacement of a drift: length times u in whitened coordinates, over s in the parameters."""
-    moved = jax.tree.map(lambda u: (length * u).astype(u.dtype), direction)
-    return moved if inverse_scale is None else jax.tree.map(jnp.multiply, moved, inverse_scale)
 
 
 def step_start(
@@ -173,13 +112,25 @@ def step_start(
         began = state.anchor
         return _tree.map_sampled(lambda x, at: jnp.where(is_open, x, at), began, params)
     length = jnp.where(is_open, state.step_length, 0)
-    drifted = drift(state.direction, length, inverse_scale)
+    drifted = Momentum.drift(state.direction, length, inverse_scale)
     return _tree.map_sampled(lambda move, x: x - move, drifted, params)
 
 
 @dataclass(frozen=True)
 class Momentum:
     """How a chain moves: at constant speed, turned by gradients and explicit noise.
+
+    A subclass gives the momentum another norm by replacing three methods:
+
+    - `kick` turns the momentum of a `Heading`, whose norm stays 1. Two kicks with one gradient are
+      one kick of their total length, and a kick of length 0 changes nothing.
+    - `drift` computes a displacement. That of a negative length is the exact negative, to the bit,
+      since `displace` undoes a step by it. A drift of another form also needs another `step_start`.
+    - `kinetic_change` is the energy that a kick adds. For short lengths it is the length times the
+      energy that a drift of unit length loses, so that the exact dynamics conserve the total.
+
+    `heading` says what the first and the last start from. The noise of `diffuse` and the norms in
+    `turn` are Euclidean.
 
     Attributes:
         scheme: the order of kicks and drifts.
@@ -188,6 +139,59 @@ class Momentum:
 
     scheme: Scheme
     decoherence_length: Decoherence | None = None
+
+    def heading(self, moving: jax.Array, sums: Sums) -> Heading:
+        """Describe u, if the chain is moving, and e = -g / |g| by inner products of their trees."""
+        old_norm, gradient_norm = jnp.sqrt(sums.direction_square), jnp.sqrt(sums.whitened_square)
+        product = old_norm * gradient_norm
+        cosine = -sums.direction_dot_whitened / jnp.where(product > 0, product, 1)
+        return Heading(
+            cosine=jnp.where(moving, jnp.clip(cosine, -1, 1), 0),
+            along_old=jnp.where(moving, jnp.ones_like(cosine), 0),
+            along_descent=jnp.zeros_like(cosine),
+            along_noise=jnp.zeros_like(cosine),
+            moving=moving,
+            gradient_norm=gradient_norm,
+            old_norm=old_norm,
+        )
+
+    def kick(self, heading: Heading, length: jax.Array, num_parameters: int) -> Heading:
+        """Turn the momentum towards e for a time `length`.
+
+        u <- (u + (sinh D + p (cosh D - 1)) e) / (cosh D + p sinh D), p = e . u,
+        D = length |g| / (d - 1). Written with z = exp(-D), which cannot overflow. u = 0 becomes e,
+        and p = -1 stays (Robnik et al. 2023, Microcanonical Hamiltonian Monte Carlo; with the sign
+        of e that the published code has, not the one of Sommer et al. 2026, appendix on the
+        integrator).
+        """
+        delta = length * heading.gradient_norm / (num_parameters - 1)
+        p, z = heading.cosine, jnp.exp(-delta)
+        opposed = p <= -1
+        denominator = jnp.where(opposed, 1, (1 + p) + (1 - p) * z * z)
+        old = jnp.where(opposed, 1, 2 * z / denominator)
+        descent = (-jnp.expm1(-2 * delta) + p * jnp.expm1(-delta) ** 2) / denominator
+        descent = jnp.where(opposed, 0, descent)
+        starts = ~heading.moving & (delta > 0)
+        return heading._replace(
+            cosine=jnp.where(starts, 1, jnp.clip(old * p + descent, -1, 1)),
+            along_old=jnp.where(starts, 0, old * heading.along_old),
+            along_descent=jnp.where(starts, 1, old * heading.along_descent + descent),
+            along_noise=jnp.where(starts, 0, old * heading.along_noise),
+            moving=heading.moving | starts,
+        )
+
+    def kinetic_change(self, heading: Heading, length: jax.Array, num_parameters: int) -> jax.Array:
+        """Kinetic energy that this kick adds, (d - 1) log(cosh D + p sinh D), nats."""
+        delta = length * heading.gradient_norm / (num_parameters - 1)
+        return (num_parameters - 1) * _log_growth(heading.cosine, delta)
+
+    @staticmethod
+    def drift(
+        direction: optax.Updates, length: jax.Array, inverse_scale: optax.Updates | None
+    ) -> optax.Updates:
+        """Displacement: length times u in whitened coordinates, over s in the parameters."""
+        moved = jax.tree.map(lambda u: (length * u).astype(u.dtype), direction)
+        return moved if inverse_scale is None else jax.tree.map(jnp.multiply, moved, inverse_scale)
 
     def init(self, params: optax.Params, step_length: jax.Array) -> MomentumState:
         """Start at rest: the first kick sets the direction to steepest descent."""
@@ -209,7 +213,7 @@ class Momentum:
         self, state: MomentumState, inverse_scale: optax.Updates | None
     ) -> optax.Updates:
         """Displacement of the drift that ends where a call begins; zero if no step is open."""
-        return drift(state.direction, self._length(self.scheme.drifts, state), inverse_scale)
+        return self.drift(state.direction, self._length(self.scheme.drifts, state), inverse_scale)
 
     def _is_end(self, state: MomentumState) -> jax.Array:
         """Whether the parameters are the end of the open step, up to its last kick."""
@@ -222,13 +226,12 @@ class Momentum:
     def close(self, state: MomentumState, sums: Sums) -> tuple[Heading, StepEnd]:
         """Kick with the gradient at the end of the last drift; not at all if no step is open."""
         num_parameters = _tree.size(state.direction)
-        before = heading(state.moving, sums)
+        before = self.heading(state.moving, sums)
         length = self._length(self.scheme.kicks[1:], state)
-        kicked, gained = kick(before, length, num_parameters)
-        return kicked, StepEnd(
+        return self.kick(before, length, num_parameters), StepEnd(
             is_end=self._is_end(state),
             opens_step=self._opens_step(state),
-            kinetic_change=gained,
+            kinetic_change=self.kinetic_change(before, length, num_parameters),
             step_length=state.step_length,
             turn_rate=turn_rate(sums, before.cosine, num_parameters),
             cosine=before.cosine,
@@ -239,25 +242,30 @@ class Momentum:
     def diffuse(
         self,
         state: MomentumState,
-        towards: Heading,
+        heading: Heading,
         sums: Sums,
         rates: tuple[jax.Array, jax.Array],
         temperature: float | jax.Array,
     ) -> Heading:
         """Add explicit isotropic noise where a step has just ended; draw u if the chain is at rest.
 
-        u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 eps / L) - 1) / d, z of covariance I and
-        L = decoherence_length (Robnik and Seljak 2024, Fluctuation without dissipation). Matched
-        noise has L = 2 / (eps q), q = min((1 + 40 / d) r^2, 2 R^2), with the `rates` (R, r) at
-        which whole gradients and their change turn u; below temperature 1 q is T^2
-        times that: cold chains explore by the noise of the gradients, since isotropic noise costs
-        loss in all directions. `"turning"` has L = 1 / R, the radius of the curve that the
-        gradients make it follow. Noise between the kicks of one step would show in its energy error
-        as eps^(3/2).
+        u <- (u + nu z) / |u + nu z|, nu^2 = (exp(x) - 1) / d, z of covariance I
+        (Robnik and Seljak 2024, Fluctuation without dissipation). With the step size eps, and the
+        `rates` R and r at which whole gradients and their change turn u:
+
+        | decoherence_length | x                                                        |
+        |--------------------|----------------------------------------------------------|
+        | a number L         | 2 eps / L                                                |
+        | `"turning"`        | 2 eps R, so L is the radius of the curve that u follows  |
+        | `"matched"`        | (eps min(T, 1))^2 min((1 + 40 / d) r^2, 2 R^2)           |
+
+        Matched noise falls with the temperature T, since it costs loss in all directions: cold
+        chains explore by the noise of the gradients. Noise between the kicks of one step would show
+        in its energy error as eps^(3/2).
         """
         rule, size = self.decoherence_length, _tree.size(state.direction)
         if rule is None:
-            return towards
+            return heading
         turns, changes = rates
         length = jnp.where(self._is_end(state), state.step_length, 0)
         if isinstance(rule, str) and rule == "matched":
@@ -269,65 +277,72 @@ class Momentum:
         else:
             exponent = 2 * length / rule
         amplitude = jnp.sqrt(jnp.expm1(jnp.minimum(exponent, FORGOTTEN)) / size)
-        amplitude = jnp.where(towards.moving, amplitude, 1)
+        amplitude = jnp.where(heading.moving, amplitude, 1)
 
         def over(product: jax.Array, norm: jax.Array) -> jax.Array:
             return product / jnp.where(norm > 0, norm, 1)
 
-        along_u = over(sums.noise_dot_direction, towards.old_norm)
-        along_e = -over(sums.noise_dot_whitened, towards.gradient_norm)
-        along_momentum = towards.along_old * along_u + towards.along_descent * along_e
-        square = jnp.where(towards.moving, 1, 0) + amplitude * (
+        along_u = over(sums.noise_dot_direction, heading.old_norm)
+        along_e = -over(sums.noise_dot_whitened, heading.gradient_norm)
+        along_momentum = heading.along_old * along_u + heading.along_descent * along_e
+        square = jnp.where(heading.moving, 1, 0) + amplitude * (
             2 * along_momentum + amplitude * sums.noise_square
         )
         norm = jnp.sqrt(square)
-        return towards._replace(
-            cosine=jnp.clip((towards.cosine + amplitude * along_e) / norm, -1, 1),
-            along_old=towards.along_old / norm,
-            along_descent=towards.along_descent / norm,
+        return heading._replace(
+            cosine=jnp.clip((heading.cosine + amplitude * along_e) / norm, -1, 1),
+            along_old=heading.along_old / norm,
+            along_descent=heading.along_descent / norm,
             along_noise=amplitude / norm,
-            moving=jnp.ones_like(towards.moving),
+            moving=jnp.ones_like(heading.moving),
         )
 
     def open(
-        self, state: MomentumState, towards: Heading, step_length: jax.Array
+        self, state: MomentumState, heading: Heading, step_length: jax.Array
     ) -> tuple[Heading, jax.Array]:
-        """Kick with the first kick of a step, not at all if one is under way; see `kick`."""
+        """Kick with the first kick of a step, not at all if one is under way.
+
+        The second result is the kinetic energy gained, in nats.
+        """
         length = self.scheme.kicks[0] * step_length.astype(state.step_length.dtype)
         length = jnp.where(self._opens_step(state), length, 0)
-        return kick(towards, length, _tree.size(state.direction))
+        given = heading, length, _tree.size(state.direction)
+        return self.kick(*given), self.kinetic_change(*given)
 
-    def turn(
-        self,
-        state: MomentumState,
-        towards: Heading,
-        step_length: jax.Array,
-        whitened: optax.Updates,
-        noise: optax.Updates | None,
-        params: optax.Params,
+    def proceed(
+        self, state: MomentumState, heading: Heading, step_length: jax.Array, reject: jax.Array
     ) -> MomentumState:
-        """Carry out kicks and noise on the trees, restore |u| = 1, and begin the next drift.
+        """Return the scalars after a call, which begins a drift or, if rejected, rests.
 
         `step_length` is that of a step that begins here; a step under way keeps its own.
         """
+        begins = reject | self._opens_step(state)
+        step_length = jnp.where(begins, step_length, state.step_length)
+        drift_index = state.drift_index % len(self.scheme.drifts) + 1
+        return state._replace(
+            moving=heading.moving & ~reject,
+            drift_index=jnp.where(reject, 0, drift_index),
+            step_length=step_length.astype(state.step_length.dtype),
+        )
+
+    def turn(
+        self,
+        direction: optax.Updates,
+        heading: Heading,
+        whitened: optax.Updates,
+        noise: optax.Updates | None,
+    ) -> optax.Updates:
+        """Carry out kicks and noise on the trees, and restore |u| = 1."""
 
         def over(coefficient: jax.Array, norm: jax.Array) -> jax.Array:
             return jnp.where(norm > 0, coefficient / jnp.where(norm > 0, norm, 1), 0)
 
-        old = over(towards.along_old, towards.old_norm)
-        descent = over(towards.along_descent, towards.gradient_norm)
-        direction = jax.tree.map(lambda u, w: old * u - descent * w, state.direction, whitened)
+        old = over(heading.along_old, heading.old_norm)
+        descent = over(heading.along_descent, heading.gradient_norm)
+        turned = jax.tree.map(lambda u, w: old * u - descent * w, direction, whitened)
         if noise is not None:
-            direction = jax.tree.map(lambda u, z: u + towards.along_noise * z, direction, noise)
-        begins, anchor = self._opens_step(state), state.anchor
-        step_length = jnp.where(begins, step_length, state.step_length)
-        return MomentumState(
-            direction=jax.tree.map(lambda new, u: new.astype(u.dtype), direction, state.direction),
-            moving=towards.moving,
-            drift_index=state.drift_index % len(self.scheme.drifts) + 1,
-            step_length=step_length.astype(state.step_length.dtype),
-            anchor=None if anchor is None else optax.tree.where(begins, params, anchor),
-        )
+            turned = jax.tree.map(lambda u, z: u + heading.along_noise * z, turned, noise)
+        return jax.tree.map(lambda new, u: new.astype(u.dtype), turned, direction)
 
     def displace(
         self,
@@ -346,6 +361,6 @@ class Momentum:
         forth = self._length(self.scheme.drifts, after)
         if before.anchor is None:
             back = -self._length(self.scheme.drifts, before)
-            return drift(after.direction, jnp.where(reject, back, forth), inverse_scale)
+            return self.drift(after.direction, jnp.where(reject, back, forth), inverse_scale)
         back = jax.tree.map(jnp.subtract, step_start(before, params, inverse_scale), params)
-        return optax.tree.where(reject, back, drift(after.direction, forth, inverse_scale))
+        return optax.tree.where(reject, back, self.drift(after.direction, forth, inverse_scale))

@@ -17,7 +17,7 @@ import optax
 
 from optax_smile import _check, _tree
 from optax_smile._types import Tree
-from optax_smile.stages.evidence import Worth
+from optax_smile.stages.evidence import GradientWeight
 
 # Bounds of (sigma / rms(sigma))^2: a coordinate without noise moves at most 100 times as far as
 # the typical one, and a few very noisy ones cannot stop the others.
@@ -61,7 +61,7 @@ class Preconditioner:
         return None
 
     def deviation(self, state: Tree, gradient: optax.Updates) -> optax.Updates | None:
-        """Return the tree whose square `observe` needs, as `worth.square`; None for no tree.
+        """Return the tree whose square `observe` needs, as `weight.square`; None for no tree.
 
         Args:
             state: before the call.
@@ -70,20 +70,20 @@ class Preconditioner:
         return None
 
     def observe(
-        self, state: Tree, gradient: optax.Updates, worth: Worth, direction: optax.Updates
+        self, state: Tree, gradient: optax.Updates, weight: GradientWeight, direction: optax.Updates
     ) -> Tree:
         """Return the next state.
 
         Args:
             state: before the call.
             gradient: of the energy U, nats per unit of the parameters.
-            worth: the weight of this gradient: `trust` in [0, 1], whether it `counts`, whether
+            weight: the weight of this gradient: `trust` in [0, 1], whether it `counts`, whether
                 averages `restart`, and the squared norm of the deviation, `square`.
             direction: the new momentum, computed with the scale of `state`.
         """
         return state
 
-    def stays(self, state: Tree, worth: Worth) -> jax.Array | bool:
+    def stays(self, state: Tree, weight: GradientWeight) -> jax.Array | bool:
         """Return whether `observe` leaves the scale as it is."""
         return True
 
@@ -176,30 +176,30 @@ class MovingVariance(Preconditioner):
         self,
         state: MovingVarianceState,
         gradient: optax.Updates,
-        worth: Worth,
+        weight: GradientWeight,
         direction: optax.Updates,
     ) -> MovingVarianceState:
         """Average the deviation and its square."""
-        rate, size = jnp.where(worth.counts, 1 - self.noise_decay, 0), _tree.size(gradient)
+        rate, size = jnp.where(weight.counts, 1 - self.noise_decay, 0), _tree.size(gradient)
         # The deviation from the new mean is (1 - rate) times that from the old one.
-        left = jnp.square((1 - rate) * worth.trust)
+        left = jnp.square((1 - rate) * weight.trust)
 
         def average(old, new):
-            return jnp.where(worth.counts, old + rate * (new - old), old).astype(old.dtype)
+            return jnp.where(weight.counts, old + rate * (new - old), old).astype(old.dtype)
 
         deviation = self.deviation(state, gradient)
         return MovingVarianceState(
             gradient_mean=jax.tree.map(
-                lambda m, x: average(m, m + worth.trust * x), state.gradient_mean, deviation
+                lambda m, x: average(m, m + weight.trust * x), state.gradient_mean, deviation
             ),
             gradient_variance=jax.tree.map(
                 lambda v, x: average(v, left * jnp.square(x)), state.gradient_variance, deviation
             ),
-            variance_mean=average(state.variance_mean, left * worth.square / size),
+            variance_mean=average(state.variance_mean, left * weight.square / size),
             isotropic_weight=average(state.isotropic_weight, 0),
         )
 
-    def stays(self, state: MovingVarianceState, worth: Worth) -> bool:
+    def stays(self, state: MovingVarianceState, weight: GradientWeight) -> bool:
         """Return False: every gradient changes the scale."""
         return False
 
@@ -282,32 +282,32 @@ class MeanSquare(Preconditioner):
         return jax.tree.map(jnp.subtract, gradient, state.last_gradient)
 
     def _advance(
-        self, state: MeanSquareState, worth: Worth
+        self, state: MeanSquareState, weight: GradientWeight
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Number of the gradient in its window, the window's length, and whether it closes."""
         none_yet = -1 if self.differences else 0
-        before = jnp.where(worth.restart, none_yet, state.num_in_window)
-        number = _tree.count(before, worth.counts)
-        window = jnp.where(worth.restart, FIRST_WINDOW, state.window)
+        before = jnp.where(weight.restart, none_yet, state.num_in_window)
+        number = _tree.count(before, weight.counts)
+        window = jnp.where(weight.restart, FIRST_WINDOW, state.window)
         return number, window, number >= window
 
-    def stays(self, state: MeanSquareState, worth: Worth) -> jax.Array:
+    def stays(self, state: MeanSquareState, weight: GradientWeight) -> jax.Array:
         """Return whether no window closes and no scale is reset."""
         # In the first window the scale is one, as it is for a chain that is on its way.
-        closes = self._advance(state, worth)[-1]
-        return ~closes & ~(worth.restart & (state.window > FIRST_WINDOW))
+        closes = self._advance(state, weight)[-1]
+        return ~closes & ~(weight.restart & (state.window > FIRST_WINDOW))
 
     def observe(
         self,
         state: MeanSquareState,
         gradient: optax.Updates,
-        worth: Worth,
+        weight: GradientWeight,
         direction: optax.Updates,
     ) -> MeanSquareState:
         """Average the square, and use the average once its window closes."""
-        number, window, closes = self._advance(state, worth)
-        rate = jnp.where(worth.counts & (number > 0), 1 / jnp.maximum(number, 1), 0)
-        share = rate * jnp.square(worth.trust) / (2 if self.differences else 1)
+        number, window, closes = self._advance(state, weight)
+        rate = jnp.where(weight.counts & (number > 0), 1 / jnp.maximum(number, 1), 0)
+        share = rate * jnp.square(weight.trust) / (2 if self.differences else 1)
 
         # Not q + rate * (new - q), which would lose a small number after a huge one.
         def average(old, square):
@@ -315,18 +315,20 @@ class MeanSquare(Preconditioner):
 
         deviation = self.deviation(state, gradient)
         squares = jax.tree.map(lambda q, x: average(q, x * x), state.mean_square, deviation)
-        mean = average(state.mean, worth.square / _tree.size(gradient))
-        isotropic_weight = jnp.where(worth.restart, 1, ISOTROPIC / (ISOTROPIC + number))
+        mean = average(state.mean, weight.square / _tree.size(gradient))
+        isotropic_weight = jnp.where(weight.restart, 1, ISOTROPIC / (ISOTROPIC + number))
         measured = inverse_scale(squares, mean, isotropic_weight)
         last, made = None, [direction]
         if state.last_gradient is not None:
             next_last = jax.tree.map(
-                lambda g, h: worth.trust * g + (1 - worth.trust) * h, gradient, state.last_gradient
+                lambda g, h: weight.trust * g + (1 - weight.trust) * h,
+                gradient,
+                state.last_gradient,
             )
-            last = replace(worth.counts, next_last, state.last_gradient, squares)
+            last = replace(weight.counts, next_last, state.last_gradient, squares)
             made.append(last)
         return MeanSquareState(
-            in_use=replace(closes | worth.restart, measured, state.in_use, *made),
+            in_use=replace(closes | weight.restart, measured, state.in_use, *made),
             mean_square=squares,
             mean=mean,
             last_gradient=last,
@@ -377,12 +379,12 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
         counts = jnp.isfinite(square) & (square >= jnp.finfo(square.dtype).tiny)
         finite = optax.tree.where(counts, updates, jax.tree.map(jnp.zeros_like, updates))
         deviation = noise.deviation(state, finite)
-        worth = Worth(
+        weight = GradientWeight(
             trust=jnp.ones_like(square),
             counts=counts,
             restart=~jnp.ones((), bool),
             square=_tree.inner(deviation, deviation),
         )
-        return whiten(state, updates), noise.observe(state, finite, worth, finite)
+        return whiten(state, updates), noise.observe(state, finite, weight, finite)
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -216,7 +216,7 @@ class AngleTuner(Tuner):
         usual = jnp.maximum(jnp.minimum(wanted, longest), resolution)
         usual = jnp.where(adapts, usual, jnp.maximum(state.usual_length, shortest))
 
-        now = jnp.where(is_finite & (evidence.worth.trust > 0), evidence.turn_rate, 0)
+        now = jnp.where(is_finite & (evidence.weight.trust > 0), evidence.turn_rate, 0)
         largest = jnp.minimum(LARGEST_RATIO * usual * turn_rate, LARGEST_ANGLE)
         length = jnp.where(now > 0, jnp.minimum(usual, over(largest, now)), usual)
         changed = jnp.where(is_finite & known, evidence.change_rate, 0)
