@@ -41,12 +41,12 @@ class Layout:
     def numbers(self, from_zero: bool) -> np.ndarray:
         """Number the joined entries through the whole tree, or each leaf from zero on."""
         parts = zip(self.starts, self.sizes, self.is_small, strict=True)
-        found = [
+        numbers = [
             np.arange(size, dtype=np.int64) + (0 if from_zero else start)
             for start, size, is_small in parts
             if is_small
         ]
-        return np.concatenate(found).astype(np.uint32)
+        return np.concatenate(numbers).astype(np.uint32)
 
 
 @functools.partial(
@@ -77,10 +77,10 @@ def choose(params: optax.Params, smallest: int) -> Layout | None:
 
 def small(leaves: list[jax.Array]) -> list[bool]:
     """Tell which leaves are small and have the precision of the first small one."""
-    found = [0 < leaf.size <= LARGEST for leaf in leaves]
-    dtypes = [leaf.dtype for leaf, is_small in zip(leaves, found, strict=True) if is_small]
-    pairs = zip(found, leaves, strict=True)
-    return [is_small and leaf.dtype == dtypes[0] for is_small, leaf in pairs]
+    sizes_fit = [0 < leaf.size <= LARGEST for leaf in leaves]
+    dtypes = [leaf.dtype for leaf, fits in zip(leaves, sizes_fit, strict=True) if fits]
+    pairs = zip(sizes_fit, leaves, strict=True)
+    return [fits and leaf.dtype == dtypes[0] for fits, leaf in pairs]
 
 
 def join(layout: Layout | None, tree: Tree) -> Tree:

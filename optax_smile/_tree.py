@@ -306,10 +306,10 @@ def leaves_like(sampled: Tree, tree: Tree) -> list[Tree] | None:
     None if one of them is missing or has another shape, as behind `optax.flatten`.
     """
     leaves = _by_names(tree)
-    found = [(leaf, leaves.get(at)) for at, leaf in _by_names(sampled).items()]
-    if any(leaf is None or jnp.shape(leaf) != jnp.shape(like) for like, leaf in found):
+    pairs = [(leaf, leaves.get(at)) for at, leaf in _by_names(sampled).items()]
+    if any(leaf is None or jnp.shape(leaf) != jnp.shape(like) for like, leaf in pairs):
         return None
-    return [leaf for _, leaf in found]
+    return [leaf for _, leaf in pairs]
 
 
 def _by_names(tree: Tree) -> dict[tuple[str | int, ...], Tree]:
@@ -324,8 +324,8 @@ def entry(key: object) -> list[str | int]:
     """Return the kind (`key`, `index` or `attribute`) and the entry of one step of a path."""
     for kind, attribute in (("key", "key"), ("index", "idx"), ("attribute", "name")):
         if hasattr(key, attribute):
-            found = getattr(key, attribute)
-            return [kind, found if isinstance(found, (str, int)) else str(found)]
+            value = getattr(key, attribute)
+            return [kind, value if isinstance(value, (str, int)) else str(value)]
     return ["key", str(key)]
 
 

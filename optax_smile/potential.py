@@ -190,8 +190,8 @@ def cold_temperature(
     if size == 0:
         rule = "the parameters of a network, with at least one floating-point array"
         _check.fail("cold_temperature", "params", rule, _check.show(params))
-    found = 2 * excess * _count(Potential(num_data)) / size
-    return jnp.minimum(found, 1) if isinstance(found, jax.Array) else min(found, 1.0)
+    allowed = 2 * excess * _count(Potential(num_data)) / size
+    return jnp.minimum(allowed, 1) if isinstance(allowed, jax.Array) else min(allowed, 1.0)
 
 
 def _spread(prefix: Tree, params: optax.Params) -> Tree:
@@ -276,8 +276,8 @@ def strength_for(
 
     0 if the loss of every prior is smaller.
     """
-    found = potential.temperature * curvature / (2 * allowed)
-    return max(found - potential.num_data * curvature / num_parameters, 0.0)
+    total = potential.temperature * curvature / (2 * allowed)
+    return max(total - potential.num_data * curvature / num_parameters, 0.0)
 
 
 def _count(potential: Potential) -> Tree:

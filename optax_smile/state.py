@@ -32,11 +32,12 @@ class LastUpdate(NamedTuple):
     """Facts about the last call of `update`; for fields that are not listed see `Stats`.
 
     Attributes:
-        energy_change: as in `Stats`, but 0 if unknown, since loops that compare the states of
-            replicas would fail on a NaN.
-        has_energy: whether it is known.
-        last_temperature: of the posterior; `inject_hyperparams` has the name without "last".
-        fingerprint: `_tree.fingerprint` of the gradient that the loop passed, zeros if the call was
+        energy_change: as in `Stats`, but 0 where that is NaN: NaN is not equal to itself, and some
+            loops compare the states of replicas.
+        has_energy: whether `energy_change` is known.
+        last_temperature: of the posterior. A field `temperature` would clash with the one that
+            `optax.inject_hyperparams` adds to the state.
+        fingerprint: `_tree.fingerprint` of the gradient that the loop passed; zeros if the call was
             rejected.
     """
 

@@ -426,12 +426,13 @@ DEFECTS = r"""
 = local: bound without the prior | bound_is_exact
 - (_weight(potential) + prior))
 + (_weight(potential)))
-= local: around zero, not the start | each_chain_has
-- potential._replace(prior_mean=centre)
-+ potential._replace(prior_mean=0.0)
 = temperature missing in the prior's part of the expected excess loss | bound_is_exact
 - prior = potential.prior_precision / potential.temperature * num_parameters / curvature
 + prior = potential.prior_precision * num_parameters / curvature
+# samplers/_chain.py | test_local.py
+= local: around zero, not the start | each_chain_has
+- posterior._replace(prior_mean=state.prior_mean)
++ posterior._replace(prior_mean=0.0)
 # stages/integrator.py | test_local.py
 = local: forgets over half a radius | forgets_over
 - exponent = 2 * length * turns

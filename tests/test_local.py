@@ -13,8 +13,8 @@ from sklearn import datasets
 import optax_smile
 from optax_smile import local
 from optax_smile.potential import Potential, excess_loss, least_excess_loss, strength_for
-from optax_smile.stages.evidence import Sums
-from optax_smile.stages.integrator import SCHEMES, Heading, Momentum, MomentumState
+from optax_smile.stages.evidence import StepEnd, Sums
+from optax_smile.stages.integrator import SCHEMES, Heading, Momentum
 from optax_smile.state import MOST_RISE
 
 NUM_DATA, SIZE = 200, 400
@@ -75,13 +75,10 @@ class TestPrior:
 def test_turning_noise_forgets_over_a_radius():
     """The same as the number that it stands for, here 1 / 0.25."""
     one, yes = jnp.float32(1), jnp.array(True)
-    state = MomentumState(
-        direction={"w": jnp.array([0.6, 0.8])}, drift_index=jnp.int32(1), anchor=None, moving=yes,
-        step_length=one / 5,
-    )  # fmt: skip
+    end = StepEnd(yes, yes, one, one / 5, one, one, one, num_parameters=2)
     rates = one / 4, one / 9
     heading = Heading(*[one / 2 for _ in Heading._fields])._replace(moving=yes)
-    given = state, heading, Sums(*[one / 3] * 10), rates, 1.0
+    given = end, heading, Sums(*[one / 3] * 10), rates, 1.0
     got, expected = (Momentum(SCHEMES["leapfrog"], x).diffuse(*given) for x in ("turning", 4.0))
     np.testing.assert_allclose(jnp.stack(got), jnp.stack(expected), rtol=1e-6)
 

@@ -178,7 +178,7 @@ class Run(NamedTuple):
         return self.paths.norm.shape[1]
 
 
-class Sign(NamedTuple):
+class Finding(NamedTuple):
     """The outcome of one test: which chains fail, and the number that was tested, `[chain]`.
 
     `kind` is a key of `ADVICE`; `text` is a sentence with "{}" in the place of the numbers, and
@@ -195,41 +195,41 @@ class Sign(NamedTuple):
 
 
 def judge(run: Run) -> tuple[Check, ...]:
-    """Run all tests. A chain that does not converge or move is reported once, by its first sign.
+    """Run all tests. A chain that does not converge or move is reported once, by its first finding.
 
     Tests that pass are reported for the chains that have converged and whose numbers are known.
     """
     rhats = np.array([median_of(chain) for chain in run.rhat_within])
-    signs = [*_copied(run), *_altered(run)]
+    findings = [*_copied(run), *_altered(run)]
     sick = np.zeros(len(rhats), bool)
-    for sign in joined(_nonfinite(run), _diverged(run), _frozen(run, rhats < HIGH_RHAT)):
-        signs.append(sign._replace(chains=sign.chains & ~sick))
-        sick = sick | sign.chains
+    for finding in joined(_nonfinite(run), _diverged(run), _frozen(run, rhats < HIGH_RHAT)):
+        findings.append(finding._replace(chains=finding.chains & ~sick))
+        sick = sick | finding.chains
     arrives = ~sick
     # The path of an altered chain says nothing about the sampler.
     own = run.trace["num_altered"][:, -1] == 0 if "num_altered" in run.trace else True
-    for sign in _unsettled(run, rhats):
-        signs.append(sign._replace(chains=sign.chains & arrives & own))
-        arrives = arrives & ~sign.chains
-    signs += [*_mixing(run, arrives), *_stepping(run, sick)]
-    checks = (_check_of(sign, run, arrives) for sign in signs)
+    for finding in _unsettled(run, rhats):
+        findings.append(finding._replace(chains=finding.chains & arrives & own))
+        arrives = arrives & ~finding.chains
+    findings += [*_mixing(run, arrives), *_stepping(run, sick)]
+    checks = (_check_of(finding, run, arrives) for finding in findings)
     return tuple(check for check in checks if check.chains)
 
 
-def _check_of(sign: Sign, run: Run, arrives: np.ndarray) -> Check:
-    passed, advice = not sign.chains.any(), ""
+def _check_of(finding: Finding, run: Run, arrives: np.ndarray) -> Check:
+    passed, advice = not finding.chains.any(), ""
     if not passed:
-        advice = ADVICE[sign.kind].format(**STEP_SIZES[chooser(run.settings)])
-        if sign.kind in SLOW and "change_share" in run.trace:
+        advice = ADVICE[finding.kind].format(**STEP_SIZES[chooser(run.settings)])
+        if finding.kind in SLOW and "change_share" in run.trace:
             share = np.median(run.trace["change_share"][:, -1])
             advice += NOISE.format(min(share, 1)) if share > NOISY else ""
-    chains = np.flatnonzero(np.isfinite(sign.values) & arrives if passed else sign.chains)
-    value = sign.values[chains].tolist()
-    ends = dict.fromkeys(format(end(value), sign.form) for end in (min, max) if value)
-    text, bound = sign.text.format(" to ".join(ends)), float(sign.bound)
-    beyond = format(bound, ".0%" if "%" in sign.form else ".3g")
-    text += f" (flagged {sign.flagged.format(beyond)})." if sign.flagged else ""
-    return Check(sign.kind, tuple(chains.tolist()), tuple(value), bound, passed, advice, text)
+    chains = np.flatnonzero(np.isfinite(finding.values) & arrives if passed else finding.chains)
+    value = finding.values[chains].tolist()
+    ends = dict.fromkeys(format(end(value), finding.form) for end in (min, max) if value)
+    text, bound = finding.text.format(" to ".join(ends)), float(finding.bound)
+    beyond = format(bound, ".0%" if "%" in finding.form else ".3g")
+    text += f" (flagged {finding.flagged.format(beyond)})." if finding.flagged else ""
+    return Check(finding.kind, tuple(chains.tolist()), tuple(value), bound, passed, advice, text)
 
 
 def shared_draws(paths: Paths) -> np.ndarray:
@@ -242,50 +242,50 @@ def copy_of(paths: Paths) -> np.ndarray:
     return (shared_draws(paths) > MOST_EQUAL * paths.alike.shape[1]).argmax(axis=1)
 
 
-def _copied(run: Run) -> Iterator[Sign]:
-    """Yield signs of chains with equal draws, and of others with equal keys."""
+def _copied(run: Run) -> Iterator[Finding]:
+    """Yield findings of chains with equal draws, and of others with equal keys."""
     first, shared = run.copy_of, shared_draws(run.paths)
     np.fill_diagonal(shared, 0)
     is_copy = np.bincount(first, minlength=len(first))[first] > 1
     groups = [np.flatnonzero(first == chain).tolist() for chain in np.unique(first[is_copy])]
     text = f"{{}} of {run.num_draws} draws equal those of another chain, bit for bit"
     most = MOST_EQUAL * run.num_draws
-    yield Sign("copies", is_copy, shared.max(axis=1), most, f"{text}{_listed(groups)}.", ".0f")
+    yield Finding("copies", is_copy, shared.max(axis=1), most, f"{text}{_listed(groups)}.", ".0f")
     if "noise_id" in run.trace:
         noise = run.trace["noise_id"]
         groups = [x for x in chains_with_equal_keys(noise) if not is_copy[x].all()]
         alike = np.isin(np.arange(len(first)), sum(groups, []))
         number = np.where(alike, float(noise.shape[1]), 0.0)
         text = f"{{}} of {noise.shape[1]} draws use the random numbers of another chain"
-        yield Sign("copies", alike, number, 0, f"{text}{_listed(groups)}.", ".0f")
+        yield Finding("copies", alike, number, 0, f"{text}{_listed(groups)}.", ".0f")
 
 
 def _listed(groups: list[list[int]]) -> str:
     return f": {' and '.join(map(str, groups))}" if 0 < len(groups) <= MOST_GROUPS else ""
 
 
-def _altered(run: Run) -> Iterator[Sign]:
+def _altered(run: Run) -> Iterator[Finding]:
     falls = (np.diff(run.trace["num_gradients"]) < 0).sum(axis=1)
     text = "the count of gradients started again {} times: the state was initialized again."
-    yield Sign("altered", falls > 0, falls.astype(float), 0, text, ".0f")
+    yield Finding("altered", falls > 0, falls.astype(float), 0, text, ".0f")
     if "num_altered" in run.trace:
         altered, most = run.trace["num_altered"][:, -1], run.trace["num_gradients"][:, -1].max()
         text = f"{{}} of {most:.0f} updates were changed before they reached the parameters."
-        yield Sign("altered", altered > 0, altered, 0, text, ".0f")
+        yield Finding("altered", altered > 0, altered, 0, text, ".0f")
 
 
-def _nonfinite(run: Run) -> Iterator[Sign]:
-    """Yield signs of non-finite numbers: bad data affect all chains, divergence a single one."""
+def _nonfinite(run: Run) -> Iterator[Finding]:
+    """Yield findings of non-finite numbers: bad data affect all chains, divergence a single one."""
     share = _gain(run.trace["num_nonfinite"]) / _gain(run.trace["num_gradients"])
     text = "{} of the gradients, their losses or their norms are infinite or NaN."
     is_broken = share > MOST_NONFINITE
     of_all = is_broken & is_broken.all()
-    yield Sign("not finite", of_all, share, MOST_NONFINITE, text, ".2%")
-    yield Sign("diverged", is_broken & ~of_all, share, MOST_NONFINITE, text, ".2%")
+    yield Finding("not finite", of_all, share, MOST_NONFINITE, text, ".2%")
+    yield Finding("diverged", is_broken & ~of_all, share, MOST_NONFINITE, text, ".2%")
 
 
-def _diverged(run: Run) -> Iterator[Sign]:
-    """Yield signs that a chain has left the region of good parameters."""
+def _diverged(run: Run) -> Iterator[Finding]:
+    """Yield findings that a chain has left the region of good parameters."""
     precision, temperature = (run.settings.get(x) for x in ("prior_precision", "temperature"))
     prior = 0.0
     # From a start near 0 a chain may grow to the norm of a draw from the prior.
@@ -298,7 +298,7 @@ def _diverged(run: Run) -> Iterator[Sign]:
         text = "the norm of the parameters is {} times that of the start,"
         text += " or of a draw from the prior if that is larger"
         far = (expected > 0) & (size > DIVERGENCE_RATIO)
-        yield Sign("diverged", far, size, DIVERGENCE_RATIO, text, flagged="above {}")
+        yield Finding("diverged", far, size, DIVERGENCE_RATIO, text, flagged="above {}")
     if run.density is not None:
         # Compare averages over a third of the draws: single draws may fail at an input where their
         # average does not. Give impossible targets a finite density.
@@ -318,20 +318,20 @@ def _diverged(run: Run) -> Iterator[Sign]:
             (fallen, fallen > far, "that of its first draws"),
         ):
             text = f"the log likelihood of most inputs is {{}} nats below {reference}"
-            yield Sign("diverged", fails, nats, far, text, flagged="above {}")
+            yield Finding("diverged", fails, nats, far, text, flagged="above {}")
 
 
-def _frozen(run: Run, mixes: np.ndarray) -> Iterator[Sign]:
-    """Yield signs that a chain moves too little; small steps are harmless if the chain mixes."""
+def _frozen(run: Run, mixes: np.ndarray) -> Iterator[Finding]:
+    """Yield findings that a chain moves too little; small steps are harmless if the chain mixes."""
     if run.num_draws < 2:
         return
     moves, still = run.paths.moved, (run.paths.moved == 0).sum(axis=1)
     half = moves.shape[1] / 2
     text = f"{{}} of {moves.shape[1]} draws equal the draw before"
-    yield Sign("frozen", still > half, still, half, text, ".0f", "above half")
+    yield Finding("frozen", still > half, still, half, text, ".0f", "above half")
     below = run.trace["below_resolution"].mean(axis=1)
     text = "at {} of the draws, the step is too short for the precision of the parameters"
-    yield Sign("frozen", below > 0.5, below, 0.5, text, ".0%", "above {}")
+    yield Finding("frozen", below > 0.5, below, 0.5, text, ".0%", "above {}")
     # The largest of the last third, for a schedule that goes in cycles.
     sizes = run.trace["step_size"]
     size, last = sizes[:, 2 * sizes.shape[1] // 3 :].max(axis=1), _late(moves)
@@ -341,24 +341,24 @@ def _frozen(run: Run, mixes: np.ndarray) -> Iterator[Sign]:
         ("successive draws are {} times as far apart as in other chains", last / _others(last)),
     ):
         low = (share < FROZEN_RATIO) & ~mixes
-        yield Sign("frozen", low, share, FROZEN_RATIO, text, flagged="below {}")
+        yield Finding("frozen", low, share, FROZEN_RATIO, text, flagged="below {}")
 
 
-def _unsettled(run: Run, rhats: np.ndarray) -> Iterator[Sign]:
-    """Yield signs that a chain has not converged."""
+def _unsettled(run: Run, rhats: np.ndarray) -> Iterator[Finding]:
+    """Yield findings that a chain has not converged."""
     if "on_its_way" in run.trace:
         falls = run.trace["on_its_way"]
         share = falls[:, -max(1, falls.shape[1] // 3) :].mean(axis=1)
         text = "the energy was still falling at {} of the later records"
-        yield Sign("still on its way", share > 0.5, share, 0.5, text, ".0%", "above {}")
+        yield Finding("still on its way", share > 0.5, share, 0.5, text, ".0%", "above {}")
     if run.num_draws >= LEAST_DRAWS_JUDGED:
         bound = HIGH_WEIGHT_RHAT if run.values is None else HIGH_RHAT
         text = "the median R-hat of the quarters of the chain is {}"
-        yield Sign("not settled", rhats > bound, rhats, bound, text, ".2f", "above {}")
+        yield Finding("not settled", rhats > bound, rhats, bound, text, ".2f", "above {}")
 
 
-def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Sign]:
-    """Yield signs that there are few independent draws, or that the chains disagree."""
+def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Finding]:
+    """Yield findings that there are few independent draws, or that the chains disagree."""
     if run.values is None or run.num_draws < LEAST_DRAWS_JUDGED or not arrived.any():
         return
     bound, is_short = GOOD_RHATS[-1], run.num_draws < LEAST_DRAWS_SLOW
@@ -368,7 +368,7 @@ def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Sign]:
     is_slow = share_above(run.rhat_within[arrived]) > most
     few = f"fewer than {2 / (bound - 1):.0f} independent draws"
     text = f"{{}} of the R-hats within the chain are above {bound}, which corresponds to {few}"
-    yield Sign("slow", arrived & is_slow & (share > most), share, most, text, ".0%", "above {}")
+    yield Finding("slow", arrived & is_slow & (share > most), share, most, text, ".0%", "above {}")
     steady = arrived & (run.copy_of == np.arange(len(arrived)))
     if not is_slow:
         yield from _few_independent(run.values, steady)
@@ -381,20 +381,20 @@ def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Sign]:
         flagged = f"of the inputs (flagged at {MANY_INPUTS:.0%} or more)"
         inputs = f"{np.nanmin(apart):.0%} or more {flagged}{listed}"
         text = f"{len(groups)} groups of chains predict differently at {inputs}."
-        yield Sign("different modes", steady, apart, MANY_INPUTS, text)
+        yield Finding("different modes", steady, apart, MANY_INPUTS, text)
         return
     text = "a chain and the one closest to it predict differently at {} of the inputs"
     none = np.zeros_like(steady)
-    yield Sign("different modes", none, apart, MANY_INPUTS, text, ".0%", "at {} or more")
+    yield Finding("different modes", none, apart, MANY_INPUTS, text, ".0%", "at {} or more")
     if not is_slow:
         across = np.full(len(steady), share_above(rhat(run.values[steady])))
         text = f"{{}} of the R-hats across these chains are above {bound}"
         differ = steady & (across > most)
-        yield Sign("chains differ", differ, across, most, text, ".0%", "above {}")
+        yield Finding("chains differ", differ, across, most, text, ".0%", "above {}")
 
 
-def _few_independent(values: np.ndarray, steady: np.ndarray) -> Iterator[Sign]:
-    """Yield a sign that chains have few independent draws: together, or one on its own.
+def _few_independent(values: np.ndarray, steady: np.ndarray) -> Iterator[Finding]:
+    """Yield a finding that chains have few independent draws: together, or one on its own.
 
     The ESS is that of each chain, since chains may be in different modes.
     """
@@ -408,11 +408,11 @@ def _few_independent(values: np.ndarray, steady: np.ndarray) -> Iterator[Sign]:
         text, least = "", LEAST_ESS_OF_CHAIN
         slow = steady & (own < least)
     text = f"the ESS of the chain's {num_draws} draws is {{}}{text}"
-    yield Sign("slow", slow, own, least, text, ".0f", "below {}")
+    yield Finding("slow", slow, own, least, text, ".0f", "below {}")
 
 
-def _stepping(run: Run, sick: np.ndarray) -> Iterator[Sign]:
-    """Yield signs of high losses, many rejections and a step size that changes."""
+def _stepping(run: Run, sick: np.ndarray) -> Iterator[Finding]:
+    """Yield findings of high losses, many rejections and a step size that changes."""
     if "start_loss" in run.trace:
         losses = run.trace["loss"][:, -run.num_draws :]
         rise = losses.mean(axis=1) - run.trace["start_loss"][:, -1]
@@ -421,19 +421,19 @@ def _stepping(run: Run, sick: np.ndarray) -> Iterator[Sign]:
         text = "the loss of the draws minus that of the start is {} nats per example"
         above = "above {} plus the standard deviation of the loss between batches"
         has_risen = (rise > MOST_RISE + noise) & ~sick
-        yield Sign("worse than the start", has_risen, rise, MOST_RISE, text, flagged=above)
+        yield Finding("worse than the start", has_risen, rise, MOST_RISE, text, flagged=above)
     rate, nominal = rejection_rate(run.trace), nominal_rate(run.settings)
     often = rate > np.maximum(MOST_REJECTIONS * nominal, LEAST_REJECTION_RATE)
     often &= _gain(run.trace["num_rejected"]) >= LEAST_EVENTS
     text, most = "the rate is {} times the nominal one of `reject_quantile`", MOST_REJECTIONS
-    yield Sign("rejected steps", often, rate / nominal, most, text, flagged="above {}")
+    yield Finding("rejected steps", often, rate / nominal, most, text, flagged="above {}")
     # Without a tuner, the step size follows a schedule that the user chose.
     if chooser(run.settings) not in ("schedule", "number"):
         trend = step_size_trend(run.trace["step_size"])
         changed = np.maximum(trend, 1 / trend)
         text = "it changed by a factor of {} during the draws"
         has_changed = (changed > MOST_TREND) & ~sick
-        yield Sign("step size", has_changed, changed, MOST_TREND, text, flagged="above {}")
+        yield Finding("step size", has_changed, changed, MOST_TREND, text, flagged="above {}")
 
 
 def _groups(values: np.ndarray) -> tuple[list[list[int]], np.ndarray]:

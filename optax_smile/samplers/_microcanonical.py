@@ -1,15 +1,6 @@
 """The dynamics of SMILE, pSMILE and MCLMC: one call of `update` through the stages.
 
-A gradient has these names on its way:
-
-- `updates`: of the mean loss, as the loop passes it, in the precision of the parameters. A
-  `log_prior` adds its own gradient to it.
-- `passed`: `updates` before a `log_prior` has changed it; None without one. The state keeps its
-  fingerprint, or that of `updates`, for checks.
-- `gradient`: of the energy U, in nats per unit of the parameters.
-- `deviation`: what the preconditioner measures of `gradient`.
-- `whitened`: `gradient` over the scale of the preconditioner.
-- `sketch`: of `whitened`, by which the change to the next call is estimated.
+For the six names of a gradient on its way see `docs/architecture.md`.
 """
 
 from collections.abc import Callable, Mapping
@@ -208,8 +199,8 @@ class Microcanonical(Dynamics):
 
         # Open the next step: noise, a turn of the direction, and the first kick.
         rates = measured.rates()
-        heading = momentum.diffuse(before, heading, sums, rates, posterior.temperature)
-        heading, opening_kick = momentum.open(before, heading, length)
+        heading = momentum.diffuse(end, heading, sums, rates, posterior.temperature)
+        heading, opening_kick = momentum.open(end, heading, length)
         after = momentum.proceed(before, heading, length, reject)
         opened = history.open_step.advance(end, opening_kick, sums, call.value)
         kept = opened, _tree.count(state.num_steps, end.opens_step)

@@ -81,7 +81,7 @@ def measure(
 ) -> tuple[Sums, Tree, jax.Array]:
     """Compute all inner products of a call in one pass over memory.
 
-    For the gradients see `samplers._microcanonical`. `prior_terms` is what the last drift,
+    For the gradients see `docs/architecture.md`. `prior_terms` is what the last drift,
     backwards, would add to the prior's part of the energy.
 
     Returns:
@@ -384,8 +384,8 @@ class ChangeAverage(NamedTuple):
         trust = jnp.where(bounded, most / jnp.where(square > 0, square, 1), 1)
         mean_square = trust * (gradient_square + self.last_square) / 2
         count = _tree.count(self.num_changes, enters)
-        here, before = (sketch, gradient_square), (self.sketch, self.last_square)
-        sketch, gradient_square = optax.tree.where(end.opens_step & accepted, here, before)
+        new, last = (sketch, gradient_square), (self.sketch, self.last_square)
+        sketch, gradient_square = optax.tree.where(end.opens_step & accepted, new, last)
         averages = ChangeAverage(
             sketch=sketch,
             last_square=gradient_square,
@@ -480,12 +480,12 @@ class LossAverage(NamedTuple):
         opens = accepted & (count == opened)
         number = (count - opened + 1).astype(dtype)
         before = jnp.where(opens, self.loss_now, self.loss_before)
-        now = self.loss_now + (value - self.loss_now) / number
-        now = jnp.where(accepted, jnp.where(opens, value, now), self.loss_now)
+        mean = self.loss_now + (value - self.loss_now) / number
+        mean = jnp.where(accepted, jnp.where(opens, value, mean), self.loss_now)
         change = jnp.minimum(jnp.abs(value - self.last_loss), LARGEST_ENERGY)
         square = jnp.where(self.num_losses > 0, change**2 / 2, 0)
         noise = _average(self.loss_noise_square, square, count, accepted)
-        fall = energy_per_loss * (before - now)
+        fall = energy_per_loss * (before - mean)
         half = opened.astype(dtype) / 2
         of_batches = jnp.square(FALLING * energy_per_loss) * noise * (1 / number + 1 / half)
         chance = jnp.sqrt(num_parameters / 2 + of_batches)
@@ -493,7 +493,7 @@ class LossAverage(NamedTuple):
         return LossAverage(
             last_loss=jnp.where(accepted, value, self.last_loss).astype(dtype),
             loss_before=before,
-            loss_now=now.astype(dtype),
+            loss_now=mean.astype(dtype),
             loss_noise_square=noise,
             num_losses=count,
             fall=jnp.where(judges, fall, self.fall).astype(dtype),
@@ -546,17 +546,21 @@ class GradientWeight(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What is known after one call.
+    """What is known after one call; the tuner decides from it.
+
+    What was measured, and its average:
+
+    | attribute     | in this call                                                | average    |
+    |---------------|-------------------------------------------------------------|------------|
+    | `error`       | energy error of the step that ended                         | `energies` |
+    | `turn_rate`   | angle per unit length by which the gradient turns u         | `turns`    |
+    | `change_rate` | the same for its change since the last step end, 0 if none  | `changes`  |
+    |               | energy that the drift lost                                  | `descent`  |
+
+    The averages include this call if it is accepted; `energies` has only the steps before it.
 
     Attributes:
-        error: energy error of the step that ended there.
-        energies: averages of |energy change| over the steps before it.
-        turn_rate: angle per unit length by which this gradient turns the momentum.
-        turns: average of that, including this gradient if the call is accepted.
-        change_rate: the same for its change since the last step end; 0 if that does not count.
-        changes: average of that.
-        descent: averages of the energy that the drifts lose, likewise.
-        weight: the weight of this gradient in averages.
+        weight: of this gradient in averages.
         num_gradients: calls of `update` before this one, int32.
         base: the user's step size, which the tuner's factor multiplies.
         resolution: step size below which the parameters stop moving in their precision.
@@ -580,8 +584,8 @@ class Evidence(NamedTuple):
         The first is at least a third of the present one: where the first gradients were very small,
         in a mode, the average lags behind for long. The second is the first until it is known.
         """
-        now = jnp.where(self.weight.trust > 0, self.turn_rate, 0) / LARGEST_RATIO
-        turn = jnp.maximum(self.turns.mean_turn_rate, now)
+        least = jnp.where(self.weight.trust > 0, self.turn_rate, 0) / LARGEST_RATIO
+        turn = jnp.maximum(self.turns.mean_turn_rate, least)
         known = self.changes.num_changes > 0
         return turn, jnp.where(known, jnp.sqrt(self.changes.mean_change_square), turn)
 
@@ -601,7 +605,11 @@ def collect(
     num_gradients: jax.Array,
     accepted: jax.Array,
 ) -> Evidence:
-    """Combine what a call measured with what the chain remembers."""
+    """Add what a call measured to the averages.
+
+    `history` has the averages before the call, `base` is the user's step size, `num_gradients`
+    counts the calls before. A rejected call leaves the averages as they are.
+    """
     shortest = resolution(sums.params_square)
     trust = history.turns.trust(end.turn_rate, sums, num_gradients)
     turns = history.turns.observe(end.turn_rate, trust, accepted)

@@ -1,8 +1,8 @@
 """The microcanonical integrator: a unit momentum u over the whole parameter tree.
 
 A **kick** turns u towards the descent direction e of the energy, a **drift** moves the parameters
-along u. In a call, u stays in the space of u, e and the explicit noise, where scalars (`Heading`)
-describe it. The tree itself is turned once (`turn`).
+along u. Kicks and explicit noise z change u to a sum of u, e and z with three coefficients
+(`Heading`). A call computes these first and then the tree, once (`turn`).
 """
 
 from __future__ import annotations
@@ -215,22 +215,14 @@ class Momentum:
         """Displacement of the drift that ends where a call begins; zero if no step is open."""
         return self.drift(state.direction, self._length(self.scheme.drifts, state), inverse_scale)
 
-    def _is_end(self, state: MomentumState) -> jax.Array:
-        """Whether the parameters are the end of the open step, up to its last kick."""
-        return state.drift_index == len(self.scheme.drifts)
-
-    def _opens_step(self, state: MomentumState) -> jax.Array:
-        """Whether the next kick begins a step: at the end of one, or where none is open."""
-        return state.drift_index % len(self.scheme.drifts) == 0
-
     def close(self, state: MomentumState, sums: Sums) -> tuple[Heading, StepEnd]:
         """Kick with the gradient at the end of the last drift; not at all if no step is open."""
-        num_parameters = _tree.size(state.direction)
+        num_parameters, num_drifts = _tree.size(state.direction), len(self.scheme.drifts)
         before = self.heading(state.moving, sums)
         length = self._length(self.scheme.kicks[1:], state)
         return self.kick(before, length, num_parameters), StepEnd(
-            is_end=self._is_end(state),
-            opens_step=self._opens_step(state),
+            is_end=state.drift_index == num_drifts,
+            opens_step=state.drift_index % num_drifts == 0,
             kinetic_change=self.kinetic_change(before, length, num_parameters),
             step_length=state.step_length,
             turn_rate=turn_rate(sums, before.cosine, num_parameters),
@@ -241,7 +233,7 @@ class Momentum:
 
     def diffuse(
         self,
-        state: MomentumState,
+        end: StepEnd,
         heading: Heading,
         sums: Sums,
         rates: tuple[jax.Array, jax.Array],
@@ -263,11 +255,11 @@ class Momentum:
         chains explore by the noise of the gradients. Noise between the kicks of one step would show
         in its energy error as eps^(3/2).
         """
-        rule, size = self.decoherence_length, _tree.size(state.direction)
+        rule, size = self.decoherence_length, end.num_parameters
         if rule is None:
             return heading
         turns, changes = rates
-        length = jnp.where(self._is_end(state), state.step_length, 0)
+        length = jnp.where(end.is_end, end.step_length, 0)
         if isinstance(rule, str) and rule == "matched":
             diluted = (1 + DILUTION / size) * changes**2
             square = jnp.minimum(diluted, MOST_DILUTED * turns**2)
@@ -298,27 +290,23 @@ class Momentum:
         )
 
     def open(
-        self, state: MomentumState, heading: Heading, step_length: jax.Array
+        self, end: StepEnd, heading: Heading, step_length: jax.Array
     ) -> tuple[Heading, jax.Array]:
-        """Kick with the first kick of a step, not at all if one is under way.
-
-        The second result is the kinetic energy gained, in nats.
-        """
-        length = self.scheme.kicks[0] * step_length.astype(state.step_length.dtype)
-        length = jnp.where(self._opens_step(state), length, 0)
-        given = heading, length, _tree.size(state.direction)
+        """Kick with the first kick of a step, not at all if one is under way; gain energy, nats."""
+        length = self.scheme.kicks[0] * step_length.astype(end.step_length.dtype)
+        given = heading, jnp.where(end.opens_step, length, 0), end.num_parameters
         return self.kick(*given), self.kinetic_change(*given)
 
     def proceed(
         self, state: MomentumState, heading: Heading, step_length: jax.Array, reject: jax.Array
     ) -> MomentumState:
-        """Return the scalars after a call, which begins a drift or, if rejected, rests.
+        """Count the next drift, or rest if the call is rejected; the trees stay.
 
         `step_length` is that of a step that begins here; a step under way keeps its own.
         """
-        begins = reject | self._opens_step(state)
-        step_length = jnp.where(begins, step_length, state.step_length)
         drift_index = state.drift_index % len(self.scheme.drifts) + 1
+        begins = reject | (drift_index == 1)
+        step_length = jnp.where(begins, step_length, state.step_length)
         return state._replace(
             moving=heading.moving & ~reject,
             drift_index=jnp.where(reject, 0, drift_index),
@@ -355,8 +343,8 @@ class Momentum:
         """Displacement that a call returns: the next drift, or the way back to the step's start.
 
         The way back of a single drift is that drift with its sign changed, by the same operations
-        on the same numbers (`after` and the scale are those from before a rejected call). Computed
-        in another way it would miss the start by many units in the last place.
+        on the same numbers: a rejected call changes neither `direction` nor the scale. Computed in
+        another way it would miss the start by many units in the last place.
         """
         forth = self._length(self.scheme.drifts, after)
         if before.anchor is None:

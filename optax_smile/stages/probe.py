@@ -77,15 +77,15 @@ def look(
         rule, got = "what `init` or `update` returned", "one whose booleans are numbers"
         remedy = "`reset_state=True` of `optax.lookahead` and `sam` makes draws wrong."
         _check.fail("update", "state", rule, got, remedy)
-    found = entries(params)
-    rounding = ROUNDING * max((float(jnp.finfo(x.dtype).eps) for x in found), default=0.0)
-    here, step = _in_one(found, state.start), _in_one(moved, state.start)
+    read = entries(params)
+    rounding = ROUNDING * max((float(jnp.finfo(x.dtype).eps) for x in read), default=0.0)
+    arrived, step = _in_one(read, state.start), _in_one(moved, state.start)
     # On several devices fewer numbers are read.
-    num_read = sum(len(x) for x in found)
+    num_read = sum(len(x) for x in read)
     compares = state.num_read == num_read
-    off = jnp.abs(here - (state.start + step))
+    off = jnp.abs(arrived - (state.start + step))
     off = jnp.where(jnp.isfinite(off), off, 0)
-    off = jnp.where(off > rounding * jnp.maximum(jnp.abs(here), jnp.abs(state.start)), off, 0)
+    off = jnp.where(off > rounding * jnp.maximum(jnp.abs(arrived), jnp.abs(state.start)), off, 0)
     farthest, longest = _tree.reduce(jnp.maximum, (off, jnp.abs(step)), (0,))
     # A short step may be the difference of two long ones.
     altered = compares & (farthest > rounding * longest)
@@ -96,7 +96,7 @@ def look(
     # Minus half a call: the number is a rounded product.
     is_altered = (share * number > LEAST_ALTERED - 0.5) & (share > MOST_ALTERED)
     return ProbeState(
-        start=jnp.where(reject, 0, here),
+        start=jnp.where(reject, 0, arrived),
         num_read=jnp.where(reject, 0, num_read).astype(jnp.int32),
         num_altered=_tree.count(state.num_altered, altered),
         num_compared=num_compared,
@@ -140,16 +140,16 @@ def _on_grid(leaf: jax.Array) -> jax.Array:
 
 def _grid(shape: tuple[int, ...]) -> list[tuple[int, int]]:
     """Number and distance of the places that are read along each axis, beginning with the first."""
-    found, size = [(1, 1)] * len(shape), math.prod(shape)
+    grid, size = [(1, 1)] * len(shape), math.prod(shape)
     if size <= _joined.LARGEST:
         return [(number, 1) for number in shape]
     room = MOST_READ
     for done, axis in enumerate(sorted(range(len(shape)), key=lambda axis: shape[axis])):
         # The longest axis gets all remaining places; a root is rounded down.
         number = min(shape[axis], int(room ** (1 / (len(shape) - done)) + 1e-6))
-        found[axis] = number, max(1, (shape[axis] - 1) // max(1, number - 1))
+        grid[axis] = number, max(1, (shape[axis] - 1) // max(1, number - 1))
         room //= number
-    return found
+    return grid
 
 
 def _in_one(numbers: list[jax.Array], like: jax.Array) -> jax.Array:

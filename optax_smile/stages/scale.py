@@ -182,7 +182,7 @@ class MovingVariance(Preconditioner):
         """Average the deviation and its square."""
         rate, size = jnp.where(weight.counts, 1 - self.noise_decay, 0), _tree.size(gradient)
         # The deviation from the new mean is (1 - rate) times that from the old one.
-        left = jnp.square((1 - rate) * weight.trust)
+        factor = jnp.square((1 - rate) * weight.trust)
 
         def average(old, new):
             return jnp.where(weight.counts, old + rate * (new - old), old).astype(old.dtype)
@@ -193,9 +193,9 @@ class MovingVariance(Preconditioner):
                 lambda m, x: average(m, m + weight.trust * x), state.gradient_mean, deviation
             ),
             gradient_variance=jax.tree.map(
-                lambda v, x: average(v, left * jnp.square(x)), state.gradient_variance, deviation
+                lambda v, x: average(v, factor * jnp.square(x)), state.gradient_variance, deviation
             ),
-            variance_mean=average(state.variance_mean, left * weight.square / size),
+            variance_mean=average(state.variance_mean, factor * weight.square / size),
             isotropic_weight=average(state.isotropic_weight, 0),
         )
 
@@ -247,16 +247,18 @@ def replace(
 class MeanSquare(Preconditioner):
     """Measure the root mean square of the gradients, or of their noise alone.
 
-    s^2 = q / mean(q) with the mean q of g^2, or with differences of (g - g_before)^2 / 2, which is
-    noise: a gradient changes little by a step of the chain and much by another batch. What is
-    measured in one window of gradients is used in the next, which is 1.5 times as long. Within a
-    window s does not depend on the parameters, so it does not bias the posterior, and it settles as
-    the windows grow. The first window begins once `descent_score` is at most 3; in it s = 1.
+    s^2 = q / mean(q). The average q of one window of gradients gives the s of the next window,
+    which is 1.5 times as long. Within a window s is constant, so it does not bias the posterior,
+    and it settles as the windows grow. The first window begins once `descent_score` is at most 3;
+    in it s = 1.
 
-    Attributes:
-        differences: without explicit noise the noise of the gradients must itself be isotropic,
-            which their differences achieve. With it, squares do better: where noise prevails they
-            are as good, and elsewhere they even out the curvature.
+    | `differences` | q is the mean of       | which evens out   | for samplers           |
+    |---------------|------------------------|-------------------|------------------------|
+    | False         | g^2                    | noise, curvature  | with explicit noise    |
+    | True          | (g - g_before)^2 / 2   | the noise alone   | without explicit noise |
+
+    Without explicit noise, the noise of the gradients must itself be isotropic. Differences measure
+    it: a gradient changes little by a step of the chain and much by another batch.
 
     Source: adaptation in windows that grow, Stan Reference Manual, "HMC algorithm parameters".
     """

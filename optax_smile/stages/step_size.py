@@ -216,9 +216,9 @@ class AngleTuner(Tuner):
         usual = jnp.maximum(jnp.minimum(wanted, longest), resolution)
         usual = jnp.where(adapts, usual, jnp.maximum(state.usual_length, shortest))
 
-        now = jnp.where(is_finite & (evidence.weight.trust > 0), evidence.turn_rate, 0)
+        turned = jnp.where(is_finite & (evidence.weight.trust > 0), evidence.turn_rate, 0)
         largest = jnp.minimum(LARGEST_RATIO * usual * turn_rate, LARGEST_ANGLE)
-        length = jnp.where(now > 0, jnp.minimum(usual, over(largest, now)), usual)
+        length = jnp.where(turned > 0, jnp.minimum(usual, over(largest, turned)), usual)
         changed = jnp.where(is_finite & known, evidence.change_rate, 0)
         largest = LARGEST_RATIO * usual * change
         length = jnp.where(changed > 0, jnp.minimum(length, over(largest, changed)), length)
