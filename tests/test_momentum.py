@@ -173,6 +173,46 @@ def test_norm_after_many_kicks(size, largest_delta):
     assert np.max(jax.jit(lambda *x: jax.lax.scan(step, start, x)[1])(*inputs)) <= 1e-5
 
 
+def test_a_subclass_replaces_kick_drift_and_kinetic_energy():
+    """One that follows the gradient at half the speed, in a state, an energy and a displacement."""
+
+    class Half(stepping.Momentum):
+        def kick(self, heading, length, num_parameters):
+            return heading._replace(along_old=0 * length, along_descent=jnp.ones_like(length))
+
+        def kinetic_change(self, heading, length, num_parameters):
+            return length * heading.gradient_norm
+
+        @staticmethod
+        def drift(direction, length, inverse_scale):
+            return stepping.Momentum.drift(direction, length / 2, inverse_scale)
+
+    base = stepping.Momentum(stepping.SCHEMES["minimal_norm"])
+    half = Half(base.scheme)
+    u, g = jnp.eye(3)[0], jnp.asarray([3.0, 0.0, 4.0])
+    state = base.init(u, jnp.float32(0.5))._replace(
+        direction=u, moving=jnp.array(True), drift_index=jnp.int32(2)
+    )
+    sums = stepping.Sums(*[jnp.zeros(())] * len(stepping.Sums._fields))
+    sums = sums._replace(
+        direction_square=jnp.vdot(u, u),
+        direction_dot_whitened=jnp.vdot(u, g),
+        whitened_square=jnp.vdot(g, g),
+    )
+    closed, end = half.close(state, sums)
+    opened, gained = half.open(end, closed, state.step_length)
+    kick = 0.1931833275037836 * 0.5 * 5
+    np.testing.assert_allclose([end.kinetic_change, gained], [kick, kick], rtol=1e-6)
+    direction: Any = half.turn(u, opened, g, None)
+    np.testing.assert_allclose(direction, -g / 5, rtol=1e-6)
+    after = half.proceed(state, opened, state.step_length, jnp.array(False))
+    after = after._replace(direction=direction, anchor=u)
+    moved: Any = half.displace(jnp.array(False), state, after, u, None)
+    np.testing.assert_allclose(moved, -g / 5 * 0.5 / 2 / 2, rtol=1e-6)
+    again: Any = half.last_drift(after, None)
+    np.testing.assert_allclose(again, moved, rtol=1e-6)
+
+
 def banana(params):
     x, y = jnp.append(params["x"], params["last"]), jnp.ravel(params["y"])
     return jnp.sum(x**2) / 2 + jnp.sum((y - x**2 + 0.1 * jnp.roll(x, 1)) ** 2) / 1.4

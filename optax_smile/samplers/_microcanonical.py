@@ -81,15 +81,10 @@ class MicrocanonicalState(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a call reads from its arrays.
+    """What a call reads from its arrays, and the explicit noise that it draws.
 
-    Attributes:
-        sums: all inner products.
-        sketch: of the whitened gradient.
-        fingerprint: of the gradient that the loop passed.
-        entries_moved: how far the last drift moved the entries that `probe` compares.
-        noise: explicit noise, a tree like the parameters, or None.
-        key: for the noise of the next call.
+    `fingerprint` is that of the gradient that the loop passed, `entries_moved` says how far the
+    last drift moved the entries that `probe` compares, `key` is that of the next call.
     """
 
     sums: evidence.Sums
@@ -101,13 +96,9 @@ class Reading(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What a call decides from scalars.
+    """What a call decides: `reject`, the heading of the next drift, the weight of the gradient.
 
-    Attributes:
-        reject: whether the parameters return to the start of the open step.
-        heading: of the next drift.
-        weight: of the gradient in the averages of the preconditioner.
-        state: the scalars after the call, with the arrays from before it.
+    `state` has the scalars after the call and the arrays from before it.
     """
 
     reject: jax.Array
@@ -156,20 +147,33 @@ class Microcanonical(Dynamics):
         before, scaling = state.dynamics.momentum, state.dynamics.preconditioner
         key, noise_key = self.split(state.key)
         noise = None if noise_key is None else _tree.isotropic_like(noise_key, call.params)
-        inverse_scale = scale.inverse_of(scaling)
-        gradient = potential.gradient(call.posterior, call.updates, call.params)
-        drifted = self.momentum.last_drift(before, inverse_scale)
-        back = jax.tree.map(jnp.negative, drifted)
-        sums, sketch, fingerprint = evidence.measure(
-            params=call.params,
-            updates=call.updates,
-            passed=call.passed,
-            direction=before.direction,
-            whitened=scale.whiten(scaling, gradient),
-            deviation=self.preconditioner.deviation(scaling, gradient),
-            noise=noise,
-            prior_terms=potential.prior_terms(call.posterior, call.params, back),
-        )
+        posterior, updates, passed, params, _ = call
+        gradient = potential.gradient(posterior, updates, params)
+        inverse_scale, u = scale.inverse_of(scaling), before.direction
+        whitened = scale.whiten(scaling, gradient)
+        deviation = self.preconditioner.deviation(scaling, gradient)
+        pairs = {
+            "direction_square": (u, u),
+            "direction_dot_whitened": (u, whitened),
+            "whitened_square": (whitened, whitened),
+            "params_square": (params, params),
+            "updates_square": (updates, updates),
+        }
+        if deviation is not None:
+            pairs["deviation_square"] = deviation, deviation
+        if noise is not None:
+            if not _tree.has_signs(noise):
+                pairs["noise_square"] = noise, noise
+            pairs |= {"noise_dot_direction": (noise, u), "noise_dot_whitened": (noise, whitened)}
+        terms = {name: jax.tree.map(jnp.multiply, *pair) for name, pair in pairs.items()}
+        # What the last drift added to the prior's energy: minus what its way back would add.
+        back = jax.tree.map(jnp.negative, self.momentum.last_drift(before, inverse_scale))
+        added = potential.prior_terms(posterior, params, back)
+        terms["prior_change"] = jax.tree.map(jnp.negative, added)
+        sums, sketch, fingerprint = evidence.measure(terms, updates, passed, whitened)
+        if noise is not None and _tree.has_signs(noise):
+            square = jnp.full_like(sums.noise_square, _tree.size(noise))
+            sums = sums._replace(noise_square=square)
         few = before._replace(direction=probe.entries(before.direction))
         few_scales = None if inverse_scale is None else probe.entries(inverse_scale)
         entries_moved = self.momentum.last_drift(few, few_scales)
@@ -209,8 +213,7 @@ class Microcanonical(Dynamics):
 
         scale_stays = self.preconditioner.stays(state.dynamics.preconditioner, measured.weight)
         is_comparable = measured.changes.is_comparable & scale_stays
-        energy_per_loss = potential.energy_change(posterior, 1.0, 0.0)
-        size = end.num_parameters
+        energy_per_loss, size = potential.energy_change(posterior, 1.0, 0.0), end.num_parameters
         averages = EvidenceState(
             open_step=open_step,
             energies=history.energies.observe(error, self.reject_quantile),
@@ -255,8 +258,8 @@ class Microcanonical(Dynamics):
             direction=optax.tree.where(reject, before.direction, turned)
         )
         if before.anchor is not None:
-            begins = after.drift_index == 1
-            after = after._replace(anchor=optax.tree.where(begins, params, before.anchor))
+            anchor = optax.tree.where(after.drift_index == 1, params, before.anchor)
+            after = after._replace(anchor=anchor)
         scaling = self.preconditioner.observe(scaling, gradient, decision.weight, after.direction)
         inverse_scale = scale.inverse_of(scaling)
         displacement = self.momentum.displace(reject, before, after, params, inverse_scale)

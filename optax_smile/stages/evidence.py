@@ -50,7 +50,7 @@ FALLING, SHORTEST_WINDOW = 3.0, 256
 
 
 class Sums(NamedTuple):
-    """Inner products over all parameters of the trees that `measure` takes, 0 for missing ones.
+    """Inner products over all parameters of the trees of a call, 0 for missing ones.
 
     `direction_square` is u . u, which rounding keeps off 1. `prior_change` is what the last drift
     added to the prior's part of the energy, nats.
@@ -69,49 +69,18 @@ class Sums(NamedTuple):
 
 
 def measure(
-    *,
-    params: optax.Params,
-    updates: optax.Updates,
-    passed: optax.Updates | None,
-    direction: optax.Updates,
-    whitened: optax.Updates,
-    deviation: optax.Updates | None,
-    noise: optax.Updates | None,
-    prior_terms: optax.Updates,
+    terms: dict[str, Tree], updates: Tree, passed: Tree, whitened: Tree
 ) -> tuple[Sums, Tree, jax.Array]:
-    """Compute all inner products of a call in one pass over memory.
+    """Sum the terms of all inner products of a call, by name, in one pass over memory.
 
-    For the gradients see `docs/architecture.md`. `prior_terms` is what the last drift,
-    backwards, would add to the prior's part of the energy.
-
-    Returns:
-        The inner products, a sketch of the whitened gradient, and the fingerprint of the gradient
-        that the loop passed (see `_tree`).
+    Returns also a sketch of the whitened gradient, and the fingerprint of the gradient that the
+    loop passed (see `_tree`).
     """
-    pairs = {
-        "direction_square": (direction, direction),
-        "direction_dot_whitened": (direction, whitened),
-        "whitened_square": (whitened, whitened),
-        "params_square": (params, params),
-        "updates_square": (updates, updates),
-    }
-    if deviation is not None:
-        pairs["deviation_square"] = deviation, deviation
-    zero = jnp.zeros((), _tree.dtype(params))
-    sums = Sums(*[zero] * len(Sums._fields))
-    if noise is not None:
-        if _tree.has_signs(noise):
-            sums = sums._replace(noise_square=jnp.full_like(zero, _tree.size(noise)))
-        else:
-            pairs["noise_square"] = noise, noise
-        pairs["noise_dot_direction"] = noise, direction
-        pairs["noise_dot_whitened"] = noise, whitened
-    terms = {name: jax.tree.map(jnp.multiply, *pair) for name, pair in pairs.items()}
-    terms["prior_change"] = jax.tree.map(jnp.negative, prior_terms)
     marks = [_tree.signed(updates if passed is None else passed)]
     if passed is not None:
         marks.append(jax.tree.map(jnp.square, passed))
     numbers, sketch = _tree.sums_and_sketch([*terms.values(), *marks], whitened)
+    sums = Sums(*[jnp.zeros((), numbers[0].dtype)] * len(Sums._fields))
     sums = sums._replace(**dict(zip(terms, numbers, strict=False)))
     product, *square = numbers[len(terms) :]
     norm = jnp.sqrt(square[0] if square else sums.updates_square)

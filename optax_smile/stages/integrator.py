@@ -95,14 +95,6 @@ class Heading(NamedTuple):
     old_norm: jax.Array
 
 
-def _log_growth(cosine: jax.Array, delta: jax.Array) -> jax.Array:
-    """Compute log(cosh delta + cosine sinh delta) without loss of digits for small delta."""
-    small = jnp.minimum(delta, 1)
-    near = jnp.log1p(2 * jnp.sinh(small / 2) ** 2 + cosine * jnp.sinh(small))
-    far = jnp.logaddexp(jnp.log((1 + cosine) / 2) + delta, jnp.log((1 - cosine) / 2) - delta)
-    return jnp.where(delta < 1, near, far)
-
-
 def step_start(
     state: MomentumState, params: optax.Params, inverse_scale: optax.Updates | None
 ) -> Tree:
@@ -181,9 +173,12 @@ class Momentum:
         )
 
     def kinetic_change(self, heading: Heading, length: jax.Array, num_parameters: int) -> jax.Array:
-        """Kinetic energy that this kick adds, (d - 1) log(cosh D + p sinh D), nats."""
-        delta = length * heading.gradient_norm / (num_parameters - 1)
-        return (num_parameters - 1) * _log_growth(heading.cosine, delta)
+        """Energy that this kick adds, (d - 1) log(cosh D + p sinh D), nats; to all digits."""
+        cosine, delta = heading.cosine, length * heading.gradient_norm / (num_parameters - 1)
+        small = jnp.minimum(delta, 1)
+        near = jnp.log1p(2 * jnp.sinh(small / 2) ** 2 + cosine * jnp.sinh(small))
+        far = jnp.logaddexp(jnp.log((1 + cosine) / 2) + delta, jnp.log((1 - cosine) / 2) - delta)
+        return (num_parameters - 1) * jnp.where(delta < 1, near, far)
 
     @staticmethod
     def drift(
@@ -314,11 +309,7 @@ class Momentum:
         )
 
     def turn(
-        self,
-        direction: optax.Updates,
-        heading: Heading,
-        whitened: optax.Updates,
-        noise: optax.Updates | None,
+        self, direction: Tree, heading: Heading, whitened: Tree, noise: Tree | None
     ) -> optax.Updates:
         """Carry out kicks and noise on the trees, and restore |u| = 1."""
 

@@ -173,11 +173,7 @@ class MovingVariance(Preconditioner):
         return jax.tree.map(jnp.subtract, gradient, state.gradient_mean)
 
     def observe(
-        self,
-        state: MovingVarianceState,
-        gradient: optax.Updates,
-        weight: GradientWeight,
-        direction: optax.Updates,
+        self, state: MovingVarianceState, gradient: Tree, weight: GradientWeight, direction: Tree
     ) -> MovingVarianceState:
         """Average the deviation and its square."""
         rate, size = jnp.where(weight.counts, 1 - self.noise_decay, 0), _tree.size(gradient)
@@ -257,8 +253,7 @@ class MeanSquare(Preconditioner):
     | False         | g^2                    | noise, curvature  | with explicit noise    |
     | True          | (g - g_before)^2 / 2   | the noise alone   | without explicit noise |
 
-    Without explicit noise, the noise of the gradients must itself be isotropic. Differences measure
-    it: a gradient changes little by a step of the chain and much by another batch.
+    A gradient changes little by a step of the chain and much by another batch.
 
     Source: adaptation in windows that grow, Stan Reference Manual, "HMC algorithm parameters".
     """
@@ -300,11 +295,7 @@ class MeanSquare(Preconditioner):
         return ~closes & ~(weight.restart & (state.window > FIRST_WINDOW))
 
     def observe(
-        self,
-        state: MeanSquareState,
-        gradient: optax.Updates,
-        weight: GradientWeight,
-        direction: optax.Updates,
+        self, state: MeanSquareState, gradient: Tree, weight: GradientWeight, direction: Tree
     ) -> MeanSquareState:
         """Average the square, and use the average once its window closes."""
         number, window, closes = self._advance(state, weight)
@@ -320,14 +311,10 @@ class MeanSquare(Preconditioner):
         mean = average(state.mean, weight.square / _tree.size(gradient))
         isotropic_weight = jnp.where(weight.restart, 1, ISOTROPIC / (ISOTROPIC + number))
         measured = inverse_scale(squares, mean, isotropic_weight)
-        last, made = None, [direction]
-        if state.last_gradient is not None:
-            next_last = jax.tree.map(
-                lambda g, h: weight.trust * g + (1 - weight.trust) * h,
-                gradient,
-                state.last_gradient,
-            )
-            last = replace(weight.counts, next_last, state.last_gradient, squares)
+        last, made, trust = state.last_gradient, [direction], weight.trust
+        if last is not None:
+            mixed = jax.tree.map(lambda g, h: trust * g + (1 - trust) * h, gradient, last)
+            last = replace(weight.counts, mixed, last, squares)
             made.append(last)
         return MeanSquareState(
             in_use=replace(closes | weight.restart, measured, state.in_use, *made),
