@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_smile import _xla
 from optax_smile._types import Tree
 
 # Number of entries up to which a leaf is small, and of small leaves from which on they are joined.
@@ -118,7 +119,7 @@ def part(tree: Tree) -> Tree:
         return isinstance(node, Joined)
 
     nodes = jax.tree.leaves(tree, is_leaf=is_joined)
-    written = iter(_write([node.joined for node in nodes if is_joined(node)]))
+    written = iter(_xla.write_once([node.joined for node in nodes if is_joined(node)]))
     return jax.tree.map(
         lambda node: _leaves(node, next(written)) if is_joined(node) else node,
         tree,
@@ -136,25 +137,6 @@ def _leaves(tree: Joined, joined: jax.Array) -> Tree:
         else:
             leaves.append(next(apart))
     return jax.tree.unflatten(layout.structure, leaves)
-
-
-def _write(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Make the CPU compiler compute each array once.
-
-    XLA would compute an array again for every leaf that is cut out of it. It does not do so if the
-    array is one of several results of a reduction. Here the reduction takes the larger of two equal
-    numbers, which changes nothing.
-    """
-
-    def largest(arrays: list[jax.Array]) -> list[jax.Array]:
-        twice = tuple(jnp.broadcast_to(x, (2, *x.shape)) for x in arrays)
-        least = tuple(np.array(-np.inf, x.dtype) for x in arrays)
-        larger = functools.partial(jax.tree.map, jnp.maximum)
-        return list(jax.lax.reduce(twice, least, larger, (0,)))
-
-    if len(arrays) < 2:
-        return arrays
-    return jax.lax.platform_dependent(arrays, cpu=largest, default=lambda same: same)
 
 
 def starts(tree: Tree) -> list[int | np.ndarray]:

@@ -119,7 +119,11 @@ def fingerprint(tree: Tree) -> jax.Array:
     The product is linear in the tree. The signs depend only on the place inside a leaf, so that the
     contribution of a leaf does not depend on the others.
     """
-    square, product = sums([jax.tree.map(jnp.square, tree), signed(tree)])
+    return fingerprint_of(*sums([jax.tree.map(jnp.square, tree), signed(tree)]))
+
+
+def fingerprint_of(square: jax.Array, product: jax.Array) -> jax.Array:
+    """Compute the fingerprint from the two sums of a tree."""
     return jnp.stack([jnp.sqrt(square), product])
 
 
@@ -261,13 +265,6 @@ def _shared_sums(columns: list[tuple[jax.Array, ...]]) -> list[list[jax.Array]]:
         [jnp.sum(functools.reduce(jnp.add, terms))[None] for terms in zip(*group, strict=True)]
         for group in groups
     ]
-
-
-def fence(tree: Tree) -> Tree:
-    """Optimization barrier on the CPU: XLA recomputes from the result instead of storing."""
-    return jax.lax.platform_dependent(
-        tree, cpu=jax.lax.optimization_barrier, default=lambda same: same
-    )
 
 
 def count(counter: jax.Array, more: jax.Array | bool = True) -> jax.Array:

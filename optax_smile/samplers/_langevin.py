@@ -138,14 +138,16 @@ class Langevin(Dynamics):
         """Reject a step that ends in a non-finite number, else move by the rule."""
         here, last, params = state.dynamics, state.last_update, call.params
         gradient = potential.gradient(call.posterior, call.updates, params)
-        square = _tree.inner(gradient, gradient)
+        passed = call.updates if call.passed is None else call.passed
+        read = [jax.tree.map(jnp.square, tree) for tree in (gradient, params, passed)]
+        square, params_square, *mark = _tree.sums([*read, _tree.signed(passed)])
         given = square if call.value is None else jnp.stack([square, call.value])
         length, last_length = self.step_size(state.num_steps), here.step_length
         is_finite = jnp.all(jnp.isfinite(given)) & jnp.greater_equal(length, 0)
         guard, reject = rejection.judge(state.guardrail, is_finite)
         length = jnp.asarray(length * here.step_size_factor * guard.step_backoff, last_length.dtype)
         key, noise_key = self.split(state.key)
-        moved, passed = last_length > 0, call.updates if call.passed is None else call.passed
+        moved = last_length > 0
         displacement, memory = self.rule.move(
             here.memory,
             Move(
@@ -161,7 +163,7 @@ class Langevin(Dynamics):
 
         back = jax.tree.map(jnp.negative, here.displacement)
         still = jax.tree.map(jnp.zeros_like, params)
-        resolution = evidence.resolution(_tree.inner(params, params))
+        resolution = evidence.resolution(params_square)
         step_end = last.accepted & (last.num_gradients > 0)
         is_draw = self.is_draw(state.num_steps - 1)
         return optax.tree.where(reject, back, displacement), state._replace(
@@ -179,7 +181,7 @@ class Langevin(Dynamics):
                 call.posterior.temperature,
                 call.value,
                 reject,
-                _tree.fingerprint(passed),
+                _tree.fingerprint_of(*mark),
                 step_end=step_end,
                 is_draw=jnp.where(step_end & ~reject, is_draw, last.is_draw),
                 below_resolution=_tree.inner(displacement, displacement) < resolution**2,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _joined, _tree, potential
+from optax_smile import _check, _joined, _tree, _xla, potential
 from optax_smile._types import Options, Tree
 from optax_smile._warn import warn
 from optax_smile.samplers import _call
@@ -191,7 +191,7 @@ class Microcanonical(Dynamics):
         base = jnp.asarray(self.step_size(state.num_steps), before.step_length.dtype)
         guard, reject = rejection.judge(state.guardrail, error.finite & (base >= 0), is_outlier)
         probed = probe.look(state.probe, call.params, reading.entries_moved, reject)
-        reject = reject & probed.is_made()
+        reject = _xla.after(reject, probed.altered_share)
 
         # Add the gradient to the averages, and choose the length of the next step.
         num_gradients = state.last_update.num_gradients
@@ -249,7 +249,7 @@ class Microcanonical(Dynamics):
         A rejected call returns to where its step began.
         """
         read = call.updates, call.params, state.dynamics.momentum, state.dynamics.preconditioner
-        updates, params, before, scaling = _tree.fence(read)
+        updates, params, before, scaling = _xla.fence(read)
         reject, dynamics = decision.reject, decision.state.dynamics
         gradient = potential.gradient(call.posterior, updates, params)
         whitened = scale.whiten(scaling, gradient)

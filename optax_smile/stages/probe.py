@@ -41,10 +41,6 @@ class ProbeState(NamedTuple):
     altered_share: jax.Array
     is_altered: jax.Array
 
-    def is_made(self) -> jax.Array:
-        """Always true but opaque to XLA; orders writes after the probe's reads."""
-        return self.num_altered >= 0
-
 
 def init(params: optax.Params) -> ProbeState:
     """Begin before the first call."""

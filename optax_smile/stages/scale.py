@@ -7,7 +7,6 @@ grad U / s, and divides a displacement by s on its way back to the parameters.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _tree
+from optax_smile import _check, _tree, _xla
 from optax_smile._types import Tree
 from optax_smile.stages.evidence import GradientWeight
 
@@ -224,21 +223,6 @@ class MeanSquareState(NamedTuple):
         return self.in_use
 
 
-def replace(
-    condition: jax.Array, new: optax.Updates, old: optax.Updates, *after: optax.Updates
-) -> optax.Updates:
-    """Select a new tree where a condition holds, after other trees were computed from the old one.
-
-    Without a given order XLA's CPU backend copies the old tree instead of writing in its place.
-    """
-
-    def leaf(x, y, *others):
-        is_made = functools.reduce(jnp.logical_and, (other == other for other in others))
-        return jnp.where(condition & is_made, x, y).astype(y.dtype)
-
-    return jax.tree.map(leaf, new, old, *after)
-
-
 @dataclass(frozen=True)
 class MeanSquare(Preconditioner):
     """Measure the root mean square of the gradients, or of their noise alone.
@@ -314,10 +298,10 @@ class MeanSquare(Preconditioner):
         last, made, trust = state.last_gradient, [direction], weight.trust
         if last is not None:
             mixed = jax.tree.map(lambda g, h: trust * g + (1 - trust) * h, gradient, last)
-            last = replace(weight.counts, mixed, last, squares)
+            last = _xla.replace(weight.counts, mixed, last, squares)
             made.append(last)
         return MeanSquareState(
-            in_use=replace(closes | weight.restart, measured, state.in_use, *made),
+            in_use=_xla.replace(closes | weight.restart, measured, state.in_use, *made),
             mean_square=squares,
             mean=mean,
             last_gradient=last,

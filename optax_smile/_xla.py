@@ -1,0 +1,65 @@
+"""What XLA stores, and in which order: four tricks that change no number.
+
+The measurements are of compiled updates on the CPU with JAX 0.10.2, in arrays of the size of the
+parameters, 10^7 in 20 leaves (`tests/test_step_cost.py`), or on 657 parameters (`write_once`).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_smile._types import Tree
+
+
+def fence(tree: Tree) -> Tree:
+    """Make XLA recompute from the result instead of storing, on the CPU.
+
+    Without it `psmile` stores a gradient: 1.12 temporary arrays instead of 0.12.
+    """
+    return jax.lax.platform_dependent(
+        tree, cpu=jax.lax.optimization_barrier, default=lambda same: same
+    )
+
+
+def after(condition: jax.Array, *others: jax.Array) -> jax.Array:
+    """Return a condition that is known only after other numbers, none of them NaN, are computed.
+
+    What is selected by it is written later. Else XLA copies what the numbers are computed from:
+    `psmile` moves 27.4 arrays instead of 21.4, and keeps 0.67 temporary ones instead of 0.12.
+    """
+    return functools.reduce(jnp.logical_and, (other == other for other in others), condition)
+
+
+def replace(
+    condition: jax.Array, new: optax.Updates, old: optax.Updates, *others: optax.Updates
+) -> optax.Updates:
+    """Select a new tree where a condition holds, `after` others were computed from the old one.
+
+    Else the old one is copied: `psmile` keeps 1.11 temporary arrays instead of 0.12.
+    """
+
+    def leaf(x, y, *others):
+        return jnp.where(after(condition, *others), x, y).astype(y.dtype)
+
+    return jax.tree.map(leaf, new, old, *others)
+
+
+def write_once(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Make XLA compute each array once on the CPU, of which several leaves are cut.
+
+    Else it computes an array again for every leaf, and `psmile` compiles in 8.3 s instead of 5.3 s.
+    One of several results of a reduction is stored: here the larger of two equal numbers.
+    """
+
+    def largest(arrays: list[jax.Array]) -> list[jax.Array]:
+        twice = tuple(jnp.broadcast_to(x, (2, *x.shape)) for x in arrays)
+        least = tuple(np.array(-np.inf, x.dtype) for x in arrays)
+        larger = functools.partial(jax.tree.map, jnp.maximum)
+        return list(jax.lax.reduce(twice, least, larger, (0,)))
+
+    if len(arrays) < 2:
+        return arrays
+    return jax.lax.platform_dependent(arrays, cpu=largest, default=lambda same: same)
