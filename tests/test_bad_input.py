@@ -319,7 +319,7 @@ MESSAGES: list[tuple[Any, str]] = [
     ),
     (
         lambda: update(state=optax.tree.set(build("psmile").init(PARAMS), state_format=1)),
-        "must be a state of format 7, got format 1. Another version of optax_smile wrote it",
+        "must be a state of format 8, got format 1. Another version of optax_smile wrote it",
     ),
     # What a state can be asked for.
     (lambda: optax_smile.stats(build("sgld")), "sampler, got the transformation. Pass what `init`"),

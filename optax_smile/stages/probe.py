@@ -44,7 +44,7 @@ class ProbeState(NamedTuple):
 
 def init(params: optax.Params) -> ProbeState:
     """Begin before the first call."""
-    leaves, none = jax.tree.leaves(params), jnp.zeros((), jnp.int32)
+    leaves = jax.tree.leaves(params)
     grids = [_grid(leaf.shape) for leaf in leaves]
     length = sum(math.prod(number for number, _ in grid) for grid in grids)
     start = jnp.zeros(length, _tree.dtype(params))
@@ -53,9 +53,9 @@ def init(params: optax.Params) -> ProbeState:
         start = jnp.zeros_like(_in_one(entries(params), start))
     return ProbeState(
         start=start,
-        num_read=none,
-        num_altered=none,
-        num_compared=none,
+        num_read=jnp.zeros((), jnp.int32),
+        num_altered=jnp.zeros((), jnp.int32),
+        num_compared=jnp.zeros((), jnp.int32),
         altered_share=jnp.zeros((), _tree.dtype(params)),
         is_altered=jnp.zeros((), bool),
     )
