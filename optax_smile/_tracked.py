@@ -11,6 +11,9 @@ import optax
 from optax_smile import _check, _tree
 from optax_smile._types import Tree
 
+# Rounding in a long run adds up to less than this share of the norm of the parameters.
+ROUNDING = 1e-3
+
 
 class TrackedState(NamedTuple):
     """State of `tracked`: parameters after `optax.apply_updates`, and the state of the sampler."""
@@ -66,7 +69,7 @@ def tracked(sampler: optax.GradientTransformation) -> optax.GradientTransformati
     def update(updates, state, params=None, **extra) -> tuple[optax.Updates, TrackedState]:
         if not isinstance(state, TrackedState):
             rule = "what `init` or `update` of the tracked sampler returned"
-            _check.fail("tracked", "state", rule, _check.show(state))
+            _check.fail("tracked.update", "state", rule, _check.show(state))
         own = state.tracked_params
         params = own if params is None else params
         updates, after = inner.update(updates, state.sampler_state, params, **extra)
@@ -88,3 +91,10 @@ def params_of(state: Tree) -> optax.Params | None:
 
     nodes = jax.tree.leaves(state, is_leaf=is_tracked)
     return next((node.tracked_params for node in nodes if is_tracked(node)), None)
+
+
+@jax.jit
+def are_alike(given: list[jax.Array], own: list[jax.Array]) -> jax.Array:
+    """Whether parameters of a loop are the tracked ones but for rounding."""
+    off = optax.tree.sub(given, own)
+    return optax.tree.norm(off) <= ROUNDING * optax.tree.norm(own)

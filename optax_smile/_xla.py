@@ -1,7 +1,8 @@
 """What XLA stores, and in which order: four tricks that change no number.
 
 The measurements are of compiled updates on the CPU with JAX 0.10.2, in arrays of the size of the
-parameters, 10^7 in 20 leaves (`tests/test_step_cost.py`), or on 657 parameters (`write_once`).
+parameters, 10^7 in 20 leaves, or of 705 parameters in 8 leaves (`write_once`). Without any one of
+the tricks a test of `tests/test_step_cost.py` fails.
 """
 
 import functools
@@ -50,7 +51,7 @@ def replace(
 def write_once(arrays: list[jax.Array]) -> list[jax.Array]:
     """Make XLA compute each array once on the CPU, of which several leaves are cut.
 
-    Else it computes an array again for every leaf, and `psmile` compiles in 8.3 s instead of 5.3 s.
+    Else it computes an array again for every leaf: `psmile` has 7,577 instructions, not 3,658.
     One of several results of a reduction is stored: here the larger of two equal numbers.
     """
 

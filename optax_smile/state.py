@@ -348,9 +348,9 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
         ValueError: the state holds no sampler, or more than one, or another transformation comes
             after it in an `optax.chain`, or it is one of several chains; the state is concrete and
             its `is_altered` is true, see `Stats`; `params` lacks leaves of those given to `init`,
-            or has them in another shape or precision, or is missing, or, outside of compiled
-            functions, is not finite; `update` was compiled and got gradients for fewer leaves than
-            at first.
+            or has them in another shape or precision, or is missing; outside of compiled functions,
+            `params` is not finite, or is not what the state of `tracked` holds; `update` was
+            compiled and got gradients for fewer leaves than at first.
 
     Cost: two passes over the parameters; no gradient.
 
@@ -368,9 +368,8 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
     if axes := jnp.shape(last.num_gradients):
         rule, remedy = "that of a single chain", "Use `jax.vmap(optax_smile.last_accepted)`."
         _check.fail("last_accepted", "state", rule, f"one with the leading axes {axes}", remedy)
-    params = _without_variables(params)
-    if params is None:
-        params = _tracked.params_of(_without_variables(state))
+    params, own = _without_variables(params), _tracked.params_of(_without_variables(state))
+    params = own if params is None else params
     if params is None:
         rule = "the parameters after `optax.apply_updates`"
         remedy = "Or use `optax_smile.tracked(sampler)`."
@@ -391,6 +390,11 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
             " that are not: what else changes the parameters?"
         )
         _check.fail("last_accepted", "params", "finite", "nan or inf", advice)
+    tracked = _tree.leaves_like(getattr(sampler, "like_params", None), own) or []
+    if tracked and len(known) == len(tracked) and all(map(is_concrete, tracked)):
+        if not _tracked.are_alike(known, tracked):
+            remedy = "Did the loop skip, scale or clip updates?"
+            _check.fail("last_accepted", "params", "those that the state tracks", "others", remedy)
     if is_concrete(last.is_altered) and last.is_altered:
         rule = "that of a loop in which only the sampler changes the parameters"
         got = (

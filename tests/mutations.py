@@ -444,6 +444,20 @@ DEFECTS = r"""
 = joined leaves: another order than that of the tree | give_back
 - return Joined(jnp.concatenate(few), apart, layout)
 + return Joined(jnp.concatenate(few[::-1]), apart, layout)
+# _xla.py | test_step_cost.py
+= XLA stores the gradient | moves_and_keeps
+- tree, cpu=jax.lax.optimization_barrier, default
++ tree, cpu=lambda same: same, default
+= XLA copies the scale | moves_and_keeps
+- jnp.where(after(condition, *others), x, y)
++ jnp.where(condition, x, y)
+= XLA computes joined arrays for each leaf | share_what
+- if len(arrays) < 2:
++ if arrays:
+# samplers/_microcanonical.py | test_step_cost.py
+= XLA copies what the probe reads | moves_and_keeps
+- reject = _xla.after(reject, probed.altered_share)
++ reject = reject
 # chains/_checks.py | test_local.py
 = local: rise without temperature | not_told_where
 - Potential(number, max(precisions), temperature)

@@ -256,6 +256,9 @@ def test_parameters_that_a_loop_passes_replace_the_tracked_ones():
     """And what changes them is counted, as without `tracked`."""
     tx = tracked(sghmc())
     params, state = follow(tx, without_params)
+    chex.assert_trees_all_close(last_accepted(state, params), last_accepted(state), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"`last_accepted\(params=...\)` must be those that the"):
+        last_accepted(state, jax.tree.map(lambda x: 0.9 * x, params))
     for altered in range(1, 4):
         params = jax.tree.map(lambda x: x + 0.1, params)
         updates, state = tx.update(START, state, params)
@@ -269,7 +272,7 @@ def test_parameters_that_a_loop_passes_replace_the_tracked_ones():
 def test_what_has_no_parameters_or_another_state_is_refused():
     with pytest.raises(ValueError, match=r"`last_accepted\(params=...\)` must be the .*tracked"):
         last_accepted(sghmc().init(START))
-    with pytest.raises(ValueError, match=r"`tracked\(state=...\)` must be what `init` or"):
+    with pytest.raises(ValueError, match=r"`tracked.update\(state=...\)` must be what `init` or"):
         tracked(sghmc()).update(START, sghmc().init(START))
     with pytest.raises(ValueError, match="must be what `init` or `update` of sghmc returned"):
         sghmc().update(START, tracked(sghmc()).init(START), START)
