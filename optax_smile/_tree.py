@@ -79,20 +79,20 @@ def sums_and_sketch(trees: list[Tree], sketched: Tree) -> tuple[list[jax.Array],
     """Sum all entries of each of several trees, and sketch another, in one pass over memory.
 
     A sketch consists of sums over blocks of each leaf, with random signs that depend only on the
-    place: the mean of its square is that of the tree (Alon, Matias and Szegedy 1996). For a tree
-    of many blocks the square has a relative error of sqrt(2 / number of sums); a small leaf is its
-    own sketch.
+    place: the mean of its square is that of the tree (Alon, Matias and Szegedy 1996). For a tree of
+    many blocks the square has a relative error of sqrt(2 / number of sums); a small leaf is its own
+    sketch.
 
     On one device, one reduction over blocks computes all sums of a leaf and stores none of the
     entries: float32 loses 1 % of ten million numbers that are added one after the other. Across
     devices such a reduction would gather its arrays. There each tree is summed by itself, a few
     leaves at a time, since the compiler joins only a few of the sums that cross devices.
 
-    All trees have the same shapes. The sketch is a tuple of `NUM_SIGNS` trees of smaller leaves.
+    All trees have the same shapes. The sketch is a tuple `[leaf]` of tuples of
+    `NUM_SIGNS` arrays, of one for a small leaf.
     """
     columns = list(zip(*(jax.tree.leaves(tree) for tree in trees), strict=True))
-    signed, structure = jax.tree.flatten(sketched)
-    signed = signed or [None] * len(columns)
+    signed = jax.tree.leaves(sketched) or [None] * len(columns)
     parts, shared, sketches = [], [], []
     for leaves, leaf, inside in zip(columns, signed, _joined.insides(trees[0]), strict=True):
         is_small = leaves[0].size <= _joined.LARGEST or inside is not None
@@ -104,13 +104,11 @@ def sums_and_sketch(trees: list[Tree], sketched: Tree) -> tuple[list[jax.Array],
         elif leaves[0].size:
             found, sketch = _block_sums(leaves, large)
             parts.append(found)
-        sketches.append(sketch or [leaf] * NUM_SIGNS)
+        sketches.append(tuple(sketch) or (leaf,))
     parts += _shared_sums([leaves for leaves in shared if leaves[0].size])
     joined = [jnp.concatenate(column) for column in zip(*parts, strict=True)]
     found = list(jnp.sum(jnp.stack(joined), axis=1))
-    if sketched is None:
-        return found, None
-    return found, tuple(jax.tree.unflatten(structure, one) for one in zip(*sketches, strict=True))
+    return found, None if sketched is None else tuple(sketches)
 
 
 def fingerprint(tree: Tree) -> jax.Array:
@@ -134,29 +132,37 @@ def signed(tree: Tree) -> Tree:
     return jax.tree.unflatten(structure, [_signed(leaf, inside)[0] for leaf, inside in pairs])
 
 
-def empty_sketch(tree: Tree) -> Tree:
-    """Sketch of zeros in the place of a tree, sharded as that of its leaves will be."""
+def empty_sketch(params: Tree) -> Tree:
+    """Return a sketch of zeros, sharded as that of the parameters will be."""
 
-    def zeros(leaf, like):
-        if leaf.shape == like.shape:
+    def zeros(like: Tree, leaf: Tree) -> jax.Array:
+        if leaf is not None and leaf.shape == like.shape:
             return jnp.zeros_like(leaf)
         return jnp.zeros(like.shape, like.dtype, out_sharding=jax.typeof(like).sharding)
 
-    leaves = jax.tree.leaves(tree)
+    def sketch(tree: Tree) -> Tree:
+        tree = _joined.join(layout, tree)
+        return sums_and_sketch([tree], tree)[1]
+
+    leaves = jax.tree.leaves(params)
     if not leaves:
-        return (tree,) * NUM_SIGNS
+        # One array in the place of the sketch, for `optax.tree.map_params`.
+        return jnp.zeros(0)
+    layout = _joined.choose(params, SMALLEST_NETWORK)
     if any(AxisType.Manual in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves):
         # Inside a `shard_map` the zeros must vary over its axes as the leaves do.
-        empty = jax.tree.map(jnp.zeros_like, tree)
-        return sums_and_sketch([empty], empty)[1]
-    sketches = jax.eval_shape(lambda x: sums_and_sketch([x], x)[1], tree)
-    return tuple(jax.tree.map(zeros, tree, sketch) for sketch in sketches)
+        return sketch(jax.tree.map(jnp.zeros_like, params))
+    if layout is not None:
+        pairs = zip(leaves, layout.is_small, strict=True)
+        leaves = [None, *(leaf for leaf, is_small in pairs if not is_small)]
+    pairs = zip(jax.eval_shape(sketch, params), leaves, strict=True)
+    return tuple(tuple(zeros(like, leaf) for like in likes) for likes, leaf in pairs)
 
 
 def distance_square(first: Tree, second: Tree) -> jax.Array:
     """Estimate |x - y|^2 from the sketches of two trees x and y."""
-    squares = jax.tree.map(lambda x, y: jnp.square(x - y), list(first), list(second))
-    leaves = jax.tree.leaves(squares)
+    squares = jax.tree.map(lambda x, y: jnp.square(x - y), first, second)
+    leaves = [leaf[sign % len(leaf)] for sign in range(NUM_SIGNS) for leaf in squares]
     parts = [jnp.sum(leaf)[None] for leaf in leaves if not is_shared(leaf)]
     parts += [part for (part,) in _shared_sums([(leaf,) for leaf in leaves if is_shared(leaf)])]
     return jnp.sum(jnp.concatenate(parts)) / NUM_SIGNS

@@ -15,6 +15,7 @@ import pytest
 
 import optax_smile
 from optax_smile import Run
+from optax_smile.samplers._chain import PackedState
 from optax_smile.stages.probe import ProbeState
 
 CHAINS, NUM_DATA, DRAWS, THIN, WARMUP = 3, 140, 4, 3, 2
@@ -195,6 +196,20 @@ def follow(tx, key, params, gradient, calls, see=None, **given) -> Any:
     return jax.lax.scan(step, (params, state), calls)[1]
 
 
+def unpacked(tree: Any) -> Any:
+    """Replace the states of samplers by those with their scalars."""
+
+    def is_packed(node: Any) -> bool:
+        return isinstance(node, PackedState)
+
+    return jax.tree.map(lambda x: x.unpack() if is_packed(x) else x, tree, is_leaf=is_packed)
+
+
+def with_fields(state: Any, **fields: Any) -> Any:
+    """Set fields of a sampler's state, scalars included."""
+    return PackedState.pack(optax.tree.set(state.unpack(), **fields))
+
+
 def as_read(tree: Any, other: Any) -> Any:
     """Forget what probes read, since of sharded leaves they read less than those of another."""
 
@@ -206,4 +221,4 @@ def as_read(tree: Any, other: Any) -> Any:
             return node
         return node._replace(start=beside.start, num_read=beside.num_read)
 
-    return jax.tree.map(forget, tree, other, is_leaf=is_probe)
+    return jax.tree.map(forget, unpacked(tree), unpacked(other), is_leaf=is_probe)

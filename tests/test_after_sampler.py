@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from optax import contrib
 
 import optax_smile
@@ -174,7 +175,7 @@ def test_last_accepted_refuses():
     params = jnp.ones(3)
     state = optax_smile.psmile(num_data=9, key=0).init(params)
     optax_smile.last_accepted(state, params)
-    state = optax.tree.set(state, is_altered=jnp.array(True))
+    state = runs.with_fields(state, is_altered=jnp.array(True))
     jax.jit(optax_smile.last_accepted)(state, params)
     with pytest.raises(ValueError, match="in which only the sampler changes the parameters"):
         optax_smile.last_accepted(state, params)

@@ -415,7 +415,7 @@ def test_the_papers_samplers(name, no_jit):
     assert state.gradients_per_step == 2 and state.key is None
     if name.startswith("psmile"):
         chex.assert_trees_all_equal_structs(
-            state.dynamics.preconditioner, MovingVariance().init(PARAMS)
+            state.unpack().dynamics.preconditioner, MovingVariance().init(PARAMS)
         )
     else:
         options = PAPER | ({"tuner": None, "reject_quantile": None} if naive else {})

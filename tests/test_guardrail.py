@@ -82,6 +82,7 @@ def trace_of(records, *names):
 
 def without_energy(state):
     """The state without its key and the one number that may be NaN, energy_change."""
+    state = state.unpack()
     return state._replace(last_update=state.last_update._replace(energy_change=None), key=None)
 
 
@@ -102,7 +103,7 @@ def at_an_open_step(case, **arguments) -> Any:
 
 def scale_of(state):
     """By which psmile divides a gradient."""
-    return 1 / flat(state.dynamics.preconditioner.inverse_scale()).astype(float)
+    return 1 / flat(state.unpack().dynamics.preconditioner.inverse_scale()).astype(float)
 
 
 def test_nothing_else_of_a_rejected_point_survives():
@@ -113,7 +114,7 @@ def test_nothing_else_of_a_rejected_point_survives():
     first, after = update(at(grads, 0), before, params, value=np.float32(HUGE))
     other_grads = jax.tree.map(lambda g: -40 * g + 3, at(grads, 1))
     second, other = update(other_grads, before, params, value=np.float32(-30 * HUGE))
-    assert not after.last_update.accepted and not other.last_update.accepted
+    assert not after.unpack().last_update.accepted and not other.unpack().last_update.accepted
     chex.assert_trees_all_equal(first, second)
     chex.assert_trees_all_equal(without_energy(after), without_energy(other))
 
@@ -121,19 +122,22 @@ def test_nothing_else_of_a_rejected_point_survives():
     stats, expected = optax_smile.stats(after), float(optax_smile.stats(kept).energy_change)
     np.testing.assert_allclose(stats.energy_change, expected + HUGE - values[0], rtol=1e-6)
     # What stays as it was before that point, bit by bit, and what is counted and adapted.
-    chex.assert_trees_all_equal(after.dynamics.preconditioner, before.dynamics.preconditioner)
-    assert after.num_steps == before.num_steps
+    chex.assert_trees_all_equal(
+        after.unpack().dynamics.preconditioner, before.unpack().dynamics.preconditioner
+    )
+    assert after.unpack().num_steps == before.unpack().num_steps
     assert stats.num_rejected == optax_smile.stats(before).num_rejected + 1
     assert (
-        stats.num_nonfinite == 0 and after.dynamics.evidence.turns == before.dynamics.evidence.turns
+        stats.num_nonfinite == 0
+        and after.unpack().dynamics.evidence.turns == before.unpack().dynamics.evidence.turns
     )
-    factor = before.dynamics.tuner.step_size_factor * 0.98
-    np.testing.assert_allclose(after.dynamics.tuner.step_size_factor, factor, rtol=1e-6)
+    factor = before.arrays.dynamics.tuner.step_size_factor * 0.98
+    np.testing.assert_allclose(after.arrays.dynamics.tuner.step_size_factor, factor, rtol=1e-6)
     # The energy enters the averages with three times the threshold.
     mean, std = float(optax_smile.stats(before).energy_mean), optax_smile.stats(before).energy_std
     capped, count = (
         3 * slow_quantile(mean, std, 0.98),
-        int(after.dynamics.evidence.energies.num_energies),
+        int(after.unpack().dynamics.evidence.energies.num_energies),
     )
     weight = 0.01 / (1 - 0.99**count)
     np.testing.assert_allclose(stats.energy_mean, mean + weight * (capped - mean), rtol=1e-5)
@@ -143,7 +147,7 @@ def test_nothing_else_of_a_rejected_point_survives():
     whitened = flat(at(grads, 1)) / scale_of(after)
     direction = -whitened / np.linalg.norm(whitened)
     step_size = float(optax_smile.stats(last).step_size)
-    np.testing.assert_allclose(flat(last.dynamics.momentum.direction), direction, atol=1e-6)
+    np.testing.assert_allclose(flat(last.arrays.dynamics.momentum.direction), direction, atol=1e-6)
     moved = step_size * direction / scale_of(last)
     np.testing.assert_allclose(flat(updates), moved, rtol=1e-4, atol=1e-6)
 
@@ -192,9 +196,9 @@ def test_a_non_finite_number_leaves_the_chain_sound():
 
     for index, (_, call) in enumerate(CASES):
         chain = [at(record, index) for record in records]
-        last_calls = [record.state.last_update for record in chain]
+        last_calls = [record.state.unpack().last_update for record in chain]
         accepted = [last.accepted for last in last_calls]
-        counted = [record.state.guardrail.num_nonfinite for record in chain]
+        counted = [record.state.unpack().guardrail.num_nonfinite for record in chain]
         np.testing.assert_array_equal(counted, np.arange(NUM_CALLS) >= call)
         assert [last.num_gradients for last in last_calls] == list(range(1, NUM_CALLS + 1))
         assert not accepted[call] and not last_calls[call].has_energy
@@ -202,11 +206,11 @@ def test_a_non_finite_number_leaves_the_chain_sound():
         before, after = at(state, index) if call == 0 else chain[call - 1].state, chain[call].state
         kept = [
             (
-                x.dynamics.evidence.energies,
-                x.dynamics.evidence.turns,
-                x.dynamics.preconditioner,
-                x.dynamics.tuner,
-                x.num_steps,
+                x.unpack().dynamics.evidence.energies,
+                x.unpack().dynamics.evidence.turns,
+                x.unpack().dynamics.preconditioner,
+                x.arrays.dynamics.tuner,
+                x.unpack().num_steps,
             )
             for x in (before, after)
         ]

@@ -68,7 +68,7 @@ def test_joined_leaves_take_the_same_way(case, monkeypatch):
     for path, x in jax.tree_util.tree_leaves_with_path(found):
         y = dict(jax.tree_util.tree_leaves_with_path(expected))[path]
         np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-3, err_msg=jax.tree_util.keystr(path))
-    probe = found[1].probe
+    probe = found[1].unpack().probe
     assert not probe.num_altered and probe.num_read == len(probe.start)
 
 
@@ -111,4 +111,4 @@ def test_a_change_of_one_joined_leaf_is_seen():
     for name in SMALL:
         changed = {**params, name: params[name] + 1e-2}
         after: Any = tx.update(PARAMS, state, changed, value=1.0)[1]
-        assert after.probe.num_altered == 1, name
+        assert after.unpack().probe.num_altered == 1, name

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 
 import optax_smile
 from optax_smile import _tree
@@ -175,10 +176,10 @@ def test_scale_adapted_sghmc():
     assert 0.05 < np.mean(np.less(variances, 0)) < 0.95
     for scale, state in zip(scales, trace.states[1:], strict=True):
         np.testing.assert_allclose(
-            [flat(tree) for tree in state.dynamics.memory], scale, rtol=1e-11
+            [flat(tree) for tree in state.arrays.dynamics.memory], scale, rtol=1e-11
         )
     changes = [
-        flat(x.dynamics.memory) != flat(y.dynamics.memory)
+        flat(x.arrays.dynamics.memory) != flat(y.arrays.dynamics.memory)
         for x, y in itertools.pairwise(trace.states)
     ]
     np.testing.assert_array_equal(np.any(changes, axis=1), np.arange(calls) < adapt_steps)
@@ -191,7 +192,9 @@ def test_scale_adapted_sghmc():
 def test_without_any_gradient_nothing_moves(name):
     tx, zeros = build(name, prior_precision=0.0), as_tree(np.zeros(SIZE))
     updates, after = tx.update(zeros, tx.init(zeros), zeros)
-    assert not np.any(flat(updates)) and np.all(np.isfinite(flat(after.dynamics.displacement)))
+    assert not np.any(flat(updates)) and np.all(
+        np.isfinite(flat(after.arrays.dynamics.displacement))
+    )
 
 
 @pytest.mark.parametrize("total, cycles, exploration", [(15, 2, 0.3), (10, 1, 0.99)])
@@ -227,7 +230,9 @@ def cyclical(counts, length, exploration, step_size=1e-2):
     _, state = tx.update(params, tx.init(params), params)
 
     def one(count):
-        return optax_smile.stats(tx.update(params, state._replace(num_steps=count), params)[1])
+        return optax_smile.stats(
+            tx.update(params, runs.with_fields(state, num_steps=count), params)[1]
+        )
 
     return jax.jit(jax.vmap(one))(jnp.asarray(counts, jnp.int32))
 
@@ -309,13 +314,13 @@ def test_nonfinite_inputs_are_taken_back(name):
     # At the first call there is nothing to take back.
     grads, value = next(bad_inputs(start))
     updates, after = tx.update(grads, first, start, value=value)
-    assert not np.any(flat(updates)) and after.num_steps == 0
-    chex.assert_trees_all_equal(after.dynamics.memory, first.dynamics.memory)
+    assert not np.any(flat(updates)) and after.unpack().num_steps == 0
+    chex.assert_trees_all_equal(after.arrays.dynamics.memory, first.arrays.dynamics.memory)
 
     (judged, _), (params, state) = trail[-2:]
     for grads, value in bad_inputs(params):
         updates, after = tx.update(grads, state, params, value=value)
-        np.testing.assert_array_equal(flat(updates), -flat(state.dynamics.displacement))
+        np.testing.assert_array_equal(flat(updates), -flat(state.arrays.dynamics.displacement))
         back: Any = optax.apply_updates(params, updates)
         assert ulps(back, judged, params) <= 2
         stats = optax_smile.stats(after)
@@ -323,9 +328,9 @@ def test_nonfinite_inputs_are_taken_back(name):
         assert stats.num_nonfinite == 1 and stats.num_rejected == 0
         assert stats.num_gradients == CALLS + 1
         assert np.isnan(stats.energy_change)
-        assert after.num_steps == state.num_steps
-        assert not np.any(flat(after.dynamics.displacement))
-        chex.assert_trees_all_equal(after.dynamics.memory, state.dynamics.memory)
+        assert after.unpack().num_steps == state.unpack().num_steps
+        assert not np.any(flat(after.arrays.dynamics.displacement))
+        chex.assert_trees_all_equal(after.arrays.dynamics.memory, state.arrays.dynamics.memory)
         assert np.all(flat(optax_smile.last_accepted(after, back)) == flat(back))
 
         # The chain goes on from there, at rest and with fresh noise.
@@ -333,7 +338,7 @@ def test_nonfinite_inputs_are_taken_back(name):
         onwards = run(tx, back, after, [CALLS])[-1][1]
         stats = optax_smile.stats(onwards)
         assert stats.accepted and not stats.step_end and stats.num_nonfinite == 1
-        assert onwards.num_steps == state.num_steps + 1
+        assert onwards.unpack().num_steps == state.unpack().num_steps + 1
 
 
 def test_is_sample_speaks_of_the_last_accepted_step_end():
@@ -341,7 +346,7 @@ def test_is_sample_speaks_of_the_last_accepted_step_end():
     tx = build("cyclical_sgld", total_steps=10, num_cycles=1, exploration=0.5)
     start = as_tree(START, jnp.float32)
     params, state = run(tx, start, tx.init(start), range(6))[-1]
-    assert state.num_steps == 6 and not optax_smile.stats(state).is_draw
+    assert state.unpack().num_steps == 6 and not optax_smile.stats(state).is_draw
     for (grads, value), is_draw in ((next(bad_inputs(params)), False), (good_call(params), True)):
         after = tx.update(grads, state, params, value=value)[1]
         assert optax_smile.stats(after).is_draw == is_draw

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from blackjax.mcmc import integrators as blackjax_integrators
 from jax.flatten_util import ravel_pytree
 
@@ -231,8 +232,8 @@ def plain(step_size, sampler=optax_smile.smile, **options) -> Any:
 
 def moving_along(state, direction):
     """State of a chain that has the unit momentum `direction` and no open step."""
-    moving = jnp.ones_like(state.dynamics.momentum.moving)
-    return optax.tree.set(state, direction=direction, moving=moving)
+    moving = jnp.ones_like(state.unpack().dynamics.momentum.moving)
+    return runs.with_fields(state, direction=direction, moving=moving)
 
 
 def trajectory(integrator, step_size, energy, num_steps, params, direction):
@@ -355,15 +356,20 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size,
 
     def call(carry, factor):
         params, state = carry
-        u = state.dynamics.momentum.direction
+        u = state.arrays.dynamics.momentum.direction
         lateral = across - u * u[1]
         gradient = factor * slope * lateral / jnp.linalg.norm(lateral)
         updates, state = tx.update(temperature * gradient, state, params)
-        seen = gradient, state.dynamics.momentum.direction, optax_smile.stats(state).step_size
+        seen = (
+            gradient,
+            state.arrays.dynamics.momentum.direction,
+            optax_smile.stats(state).step_size,
+        )
         return (optax.apply_updates(params, updates), state), seen
 
     def one(key):
-        state = moving_along(tx.init(jnp.zeros(size)), start)._replace(key=jax.random.key_data(key))
+        state = moving_along(tx.init(jnp.zeros(size)), start)
+        state = optax.tree.set(state, key=jax.random.key_data(key))
         factors = jnp.where(jnp.arange(2 * calls + 1) % 2, second, 1)
         return jax.lax.scan(call, (jnp.zeros(size), state), factors)[1]
 

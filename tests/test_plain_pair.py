@@ -133,7 +133,7 @@ def test_an_eager_update_and_stats_do_not_wait_for_the_device():
     updates, after = tx.update(gradient, state, params)
     tx.update(gradient, after, optax.apply_updates(params, updates))
     assert not gradient["w"].is_ready()
-    waiting = states._replace(key=slow(states.key))
+    waiting = optax.tree.set(states, key=slow(states.key))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         told = optax_smile.stats(waiting)

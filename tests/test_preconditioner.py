@@ -180,15 +180,18 @@ def test_both_gradients_of_a_step_may_share_a_batch():
         updates, state = update(noise, state, params)
         params = optax.apply_updates(params, updates)
     # 69 differences of 70 batches, 64 of them in the first window; the first count for less.
-    assert (state.dynamics.preconditioner.num_in_window, state.dynamics.preconditioner.window) == (
+    assert (
+        state.unpack().dynamics.preconditioner.num_in_window,
+        state.unpack().dynamics.preconditioner.window,
+    ) == (
         5,
         96,
     )
     np.testing.assert_allclose(
-        scale_of(state.dynamics.preconditioner), slow_scale(noises), rtol=0.02
+        scale_of(state.unpack().dynamics.preconditioner), slow_scale(noises), rtol=0.02
     )
     latest = np.mean(np.diff(noises[-6:], axis=0) ** 2 / 2, axis=0)
-    np.testing.assert_allclose(state.dynamics.preconditioner.mean_square, latest, rtol=1e-5)
+    np.testing.assert_allclose(state.arrays.dynamics.preconditioner.mean_square, latest, rtol=1e-5)
     assert np.ptp(slow_scale(noises)) > 1
 
 
@@ -248,17 +251,19 @@ def test_sampler_whitens_the_gradient_of_the_energy_with_the_scale_before():
     for gradient in gradients:
         raw = (20 * gradient.astype(float) + 0.1 * np.asarray(params, float)) / 4
         energies.append(raw)
-        u = np.asarray(state.dynamics.momentum.direction, float)
+        u = np.asarray(state.arrays.dynamics.momentum.direction, float)
         updates, state = update(jnp.asarray(gradient), state, params)
         # Both kicks turn u in the plane of it and of the gradient whitened by the old scale.
         plane, turned = (
             np.stack([u, raw / scale], 1),
-            np.asarray(state.dynamics.momentum.direction, float),
+            np.asarray(state.arrays.dynamics.momentum.direction, float),
         )
         rest = turned - plane @ np.linalg.lstsq(plane, turned, rcond=None)[0]
         assert np.linalg.norm(rest) < 1e-5
         scale = slow_scale(np.stack(energies))
-        np.testing.assert_allclose(scale_of(state.dynamics.preconditioner), scale, rtol=1e-4)
+        np.testing.assert_allclose(
+            scale_of(state.unpack().dynamics.preconditioner), scale, rtol=1e-4
+        )
         np.testing.assert_allclose(np.linalg.norm(np.asarray(updates) * scale), 0.3, rtol=1e-4)
         params = optax.apply_updates(params, updates)
     assert scale.std() > 0.05
@@ -273,7 +278,10 @@ def test_gradients_are_not_compared_across_a_change_of_the_scale():
         params, state = carry
         gradient = deviations * jax.random.normal(key, deviations.shape)
         updates, state = tx.update(gradient, state, params)
-        seen = state.dynamics.evidence.changes.num_changes, state.dynamics.preconditioner.in_use
+        seen = (
+            state.unpack().dynamics.evidence.changes.num_changes,
+            state.arrays.dynamics.preconditioner.in_use,
+        )
         return (optax.apply_updates(params, updates), state), seen
 
     params = jnp.zeros(12)

@@ -157,7 +157,7 @@ def scale_adapted_covariance(eps, noise, state):
         return second_order_covariance(eps**2 * metric, 1 - FRICTION, variance)
 
     return np.stack(
-        [one(square) for square in np.asarray(state.dynamics.memory.gradient_square, float)]
+        [one(square) for square in np.asarray(state.arrays.dynamics.memory.gradient_square, float)]
     )
 
 
@@ -253,7 +253,7 @@ def direction_moments(deviations):
 
     def call(state, key):
         _, state = tx.update(spread * jax.random.normal(key, (2,)), state, params)
-        u = state.dynamics.momentum.direction
+        u = state.arrays.dynamics.momentum.direction
         return state, jnp.concatenate([u**2, u**4, jnp.prod(u, keepdims=True) ** 2])
 
     def block(state, key):

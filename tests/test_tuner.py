@@ -388,14 +388,17 @@ def test_any_unit_gives_the_same_angle():
         def call(carry, gradient):
             state: Any
             params, state = carry
-            towards = -jnp.vdot(state.dynamics.momentum.direction, gradient) / optax.tree.norm(
-                gradient
-            )
+            towards = -jnp.vdot(
+                state.arrays.dynamics.momentum.direction, gradient
+            ) / optax.tree.norm(gradient)
             updates, state = tx.update(gradient, state, params)
             length = optax_smile.stats(state).step_size
             across = 1 - jnp.maximum(towards, 0) ** 2
             turned_by = length * optax.tree.norm(gradient) / (size - 1) * across
-            usual = state.dynamics.tuner.usual_length * state.dynamics.evidence.turns.mean_turn_rate
+            usual = (
+                state.arrays.dynamics.tuner.usual_length
+                * state.unpack().dynamics.evidence.turns.mean_turn_rate
+            )
             seen = length, turned_by, turned_by / usual
             return (optax.apply_updates(params, updates), state), seen
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -10,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 
 from optax_smile import _check, _settings, _tree, parallel
@@ -21,8 +19,6 @@ from optax_smile.state import find, last_accepted, stats
 
 # Entries of the trace besides the statistics of the sampler.
 LOSSES = ("loss", "start_loss")
-# Largest number of entries of a small array. From about 4,000 on, copying costs as much as passing.
-SMALL = 1024
 
 
 class Chain(NamedTuple):
@@ -45,48 +41,6 @@ class Chain(NamedTuple):
     loss: jax.Array
     start_loss: jax.Array
     gradients: _checks.Gradients
-
-
-class Packing:
-    """Joins the small leaves of one chain: starting a program costs about 2 us for each array.
-
-    Args:
-        tree: arrays or their shapes.
-        largest: number of entries up to which a leaf is small; 0 joins nothing.
-    """
-
-    def __init__(self, tree: Tree, largest: int):
-        leaves, self.structure = jax.tree.flatten(tree)
-        # Name of the array that holds each leaf.
-        self.names: list[str] = []
-        small: dict[str, list[jax.Array]] = {}
-        for place, leaf in enumerate(leaves):
-            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-            is_small = math.prod(leaf.shape) <= largest and not is_key
-            name = str(leaf.dtype) if is_small else str(place)
-            if is_small:
-                small.setdefault(name, []).append(jnp.zeros(leaf.shape, leaf.dtype))
-            self.names.append(name)
-        # How to cut each joined array.
-        self.cut = {name: jax.jit(ravel_pytree(group)[1]) for name, group in small.items()}
-
-    def pack(self, tree: Tree) -> dict[str, jax.Array]:
-        """Join the small leaves of each dtype."""
-        groups: dict[str, list[jax.Array]] = {}
-        for name, leaf in zip(self.names, jax.tree.leaves(tree), strict=True):
-            groups.setdefault(name, []).append(leaf)
-        return {
-            name: ravel_pytree(leaves)[0] if name in self.cut else leaves[0]
-            for name, leaves in groups.items()
-        }
-
-    def unpack(self, packed: dict[str, jax.Array]) -> Tree:
-        """Undo `pack`."""
-        groups = {
-            name: iter(self.cut[name](array) if name in self.cut else [array])
-            for name, array in packed.items()
-        }
-        return jax.tree.unflatten(self.structure, [next(groups[name]) for name in self.names])
 
 
 class Chains:
@@ -128,27 +82,19 @@ class Chains:
         self.accumulates = bool(optax.tree.get_all_with_path(chains.state, "mini_step"))
         self.like = _tree.shapes_of_one(chains)
         self.sampler, self.settings = sampler, _settings.of(sampler, self.like.params)
-        # Parameters that are sharded inside a chain keep their arrays.
-        self.packing = packing = Packing(self.like, SMALL if specs is None else 0)
         self.tree = chains
 
         one_call = _call_of_chain(loss, sampler)
 
-        def one(packed, batch):
-            return packing.pack(one_call(packing.unpack(packed), batch))
+        def many(chain, batches):
+            return jax.lax.scan(lambda x, batch: (one_call(x, batch), None), chain, batches)[0]
 
-        def many(packed, batches):
-            def step(chain, batch):
-                return one_call(chain, batch), None
-
-            return packing.pack(jax.lax.scan(step, packing.unpack(packed), batches)[0])
-
-        self._one = parallel.step(one, self.packed, mesh=mesh, per_chain=per_chain)
-        self._many = parallel.step(many, self.packed, mesh=mesh, per_chain=per_chain)
-        self._record = self._compile(lambda packed: _record_of_chain(packing.unpack(packed)))
+        self._one = parallel.step(one_call, self._carry, mesh=mesh, per_chain=per_chain)
+        self._many = parallel.step(many, self._carry, mesh=mesh, per_chain=per_chain)
+        self._record = self._compile(_record_of_chain)
         self.loss = loss
         self._losses = _checks.Losses("sample", loss, self.number, per_chain, mesh, hint)
-        self._draw = self._compile(lambda packed: _draw_of_chain(packing.unpack(packed)))
+        self._draw = self._compile(_draw_of_chain)
 
     def _compile(self, function: Callable) -> Callable:
         own = None if self.mesh is None else parallel._chain_sharding(self.mesh)
@@ -223,32 +169,32 @@ class Chains:
         if len(batches) > self.gradients_per_step:
             stacked = _stack(batches, axis=int(self.per_chain))
         if stacked is not None:
-            self.packed = self._many(self.packed, self._losses.put(stacked, stacked=True))
+            self._carry = self._many(self._carry, self._losses.put(stacked, stacked=True))
         else:
             for batch in batches:
-                self.packed = self._one(self.packed, self._losses.put(batch))
+                self._carry = self._one(self._carry, self._losses.put(batch))
 
     @property
     def tree(self) -> Chain:
-        """Carry of all chains, arrays `[chain, ...]`."""
-        return jax.vmap(self.packing.unpack)(self.packed)
+        """Carry of all chains, arrays `[chain, ...]`: a copy, since calls donate their carry."""
+        return jax.tree.map(jnp.copy, self._carry)
 
     @tree.setter
     def tree(self, tree: Chain):
-        self.packed = jax.vmap(self.packing.pack)(tree)
+        self._carry = jax.tree.map(jnp.copy, tree)
 
     def record(self) -> tuple[dict[str, np.ndarray], _checks.Gradients]:
         """Return statistics and record of the gradients, `[chain, ...]` of this process."""
-        return _tree.local(self._record(self.packed))
+        return _tree.local(self._record(self._carry))
 
     def num_gradients(self) -> int:
         """Wait for the chains, and return how many gradients their samplers have received."""
-        counts = self._record(self.packed)[0]["num_gradients"]
+        counts = self._record(self._carry)[0]["num_gradients"]
         return int(np.max(_tree.everywhere(counts)))
 
     def draw(self) -> Tree:
         """Return the last accepted step ends, `[chain, ...]`."""
-        return self._draw(self.packed)
+        return self._draw(self._carry)
 
 
 def _stack(batches: Sequence[Batch], axis: int) -> Batch | None:

@@ -338,8 +338,10 @@ def _loses_pairs(
 def check_step_size(settings: Options | None, state: Tree) -> Check | None:
     """Find a step size that is far too short, as learning rates are; None if the user gave none."""
     names = "mean_change_square", "num_changes", "mean_turn_rate", "change_share", "step_size"
-    stats = find(state, "sample").stats()._asdict()
-    known = [optax.tree.get(state, name) if name not in stats else stats[name] for name in names]
+    sampler: Tree = find(state, "sample")
+    stats = sampler.stats()._asdict()
+    inside = sampler.unpack() if hasattr(sampler, "unpack") else sampler
+    known = [optax.tree.get(inside, name) if name not in stats else stats[name] for name in names]
     if chooser(settings or {}) != "number" or any(x is None for x in known):
         return None
     square, number, turn_rate, share, length = (np.asarray(_tree.local(x), float) for x in known)

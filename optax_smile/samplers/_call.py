@@ -14,7 +14,7 @@ from optax_smile import _check, _settings, _tree, potential
 from optax_smile._types import Options, StepSize, Tree, Unchecked
 from optax_smile.potential import PerParameter, Potential
 from optax_smile.samplers import _chain, _leaves
-from optax_smile.samplers._chain import ChainState, Dynamics
+from optax_smile.samplers._chain import Dynamics, PackedState
 from optax_smile.state import check_format, is_concrete
 
 Arguments = ParamSpec("Arguments")
@@ -133,18 +133,18 @@ def _update(dynamics: Dynamics, run: Callable) -> Callable:
         value: Unchecked = None,
         loss: Unchecked = None,
         **others: Unchecked,
-    ) -> tuple[optax.Updates, ChainState]:
+    ) -> tuple[optax.Updates, PackedState]:
         if params is None:
             raise ValueError(_tree.MISSING_PARAMS)
         value = mean_loss(where, value, loss, others)
-        if not isinstance(state, ChainState):
+        if not isinstance(state, PackedState):
             _check.fail(where, "state", _chain.state_of(dynamics.name), _check.show(state))
         check_format(where, "state", state)
         known = state.like_params
         moving, params = _leaves.select(where, updates, params, known)
         if jax.tree.structure(moving) != jax.tree.structure(known):
             # A compiled call sets `is_altered`.
-            number = state.last_update.num_gradients
+            number = state.unpack().last_update.num_gradients
             if is_concrete(number) and np.any(np.asarray(number) > 0):
                 _leaves.require_all(where, moving, known)
         displacement, after = run(moving, state, params, value)

@@ -1,5 +1,7 @@
 """The state of a chain, and what one call of `update` does around the dynamics of a sampler."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _tree, potential
+from optax_smile import _check, _packed, _tree, potential
+from optax_smile._packed import Count, Flag
 from optax_smile._types import Options, Tree
 from optax_smile.samplers import _leaves
 from optax_smile.stages import probe, rejection
@@ -18,7 +21,7 @@ from optax_smile.state import STATE_FORMAT, LastUpdate, Stats, is_concrete, no_u
 
 
 class ChainState(NamedTuple):
-    """State of a sampler.
+    """What a sampler remembers of its calls.
 
     Attributes:
         dynamics: how the chain moves, a `LangevinState` or a `MicrocanonicalState`.
@@ -26,28 +29,21 @@ class ChainState(NamedTuple):
         num_steps: steps begun, the count that a step-size schedule gets, int32.
         key: for the noise of the next call, as raw numbers, uint32; None without noise.
         has_lost_leaf: whether the gradient of a leaf was None in a later call than the first, bool.
-        state_format: `state.STATE_FORMAT` of the version that made the state, int32.
     """
 
     dynamics: Tree
     guardrail: rejection.GuardrailState
     probe: probe.ProbeState
     prior_mean: optax.Params | None
-    num_steps: jax.Array
+    num_steps: Count
     key: jax.Array | None
     last_update: LastUpdate
-    has_lost_leaf: jax.Array
-    state_format: jax.Array
+    has_lost_leaf: Flag
 
     @property
     def like_params(self) -> Tree:
         """A tree like the parameters that `init` got."""
         return self.dynamics.like_params
-
-    @property
-    def gradients_per_step(self) -> int:
-        """Gradients, and calls of `update`, per step."""
-        return self.dynamics.gradients_per_step
 
     def stats(self) -> Stats:
         """Scalars that describe the last call, see `optax_smile.stats`."""
@@ -75,9 +71,62 @@ class ChainState(NamedTuple):
             _check.fail("last_accepted", "state", rule, got, "Start again with `init`.")
         return self.dynamics.last_accepted(params)
 
+
+class PackedState(NamedTuple):
+    """State of a sampler between calls, see `_packed`.
+
+    Attributes:
+        arrays, reals, counts: the fields of a packed `ChainState`.
+        state_format: `state.STATE_FORMAT` of the version that made the state, int32.
+    """
+
+    arrays: ChainState
+    reals: jax.Array
+    counts: jax.Array
+    state_format: jax.Array
+
+    @classmethod
+    def pack(cls, state: ChainState) -> PackedState:
+        """Return a state without its scalars."""
+        return cls(*_packed.pack(state), jnp.asarray(STATE_FORMAT, jnp.int32))
+
+    def unpack(self) -> ChainState:
+        """Return the state with its scalars."""
+        return _packed.unpack(_packed.Packed(self.arrays, self.reals, self.counts))
+
+    @property
+    def key(self) -> jax.Array | None:
+        """Key for the noise of the next call, as raw numbers."""
+        return self.arrays.key
+
+    @property
+    def like_params(self) -> Tree:
+        """A tree like the parameters that `init` got."""
+        return self.arrays.like_params
+
+    @property
+    def gradients_per_step(self) -> int:
+        """See `state.SamplerState`."""
+        return self.arrays.dynamics.gradients_per_step
+
+    def stats(self) -> Stats:
+        """See `state.SamplerState`."""
+        return self.unpack().stats()
+
+    def last_accepted(self, params: optax.Params) -> Tree:
+        """See `state.SamplerState`."""
+        return self.unpack().last_accepted(params)
+
     def last_received(self) -> tuple[optax.Updates, jax.Array]:
         """See `state.SamplerState`."""
-        return self.like_params, self.last_update.fingerprint
+        return self.like_params, self.arrays.last_update.fingerprint
+
+
+def _shapes(state: PackedState) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a state by path. Those of a sketch depend on the devices."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    shapes = {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+    return {path: shape for path, shape in shapes.items() if ".sketch" not in path}
 
 
 class Call(NamedTuple):
@@ -127,8 +176,11 @@ class Dynamics:
         """
         raise NotImplementedError
 
-    def init(self, params: optax.Params) -> ChainState:
+    def init(self, params: optax.Params) -> PackedState:
         """Return the state before the first call, of floating leaves only."""
+        return PackedState.pack(self._init(params))
+
+    def _init(self, params: optax.Params) -> ChainState:
         potential.check_prior(self.name, self.posterior, params)
         dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
         last_update = no_update(dtype, self.posterior.temperature)
@@ -141,23 +193,20 @@ class Dynamics:
             key=None if self.seed is None else jnp.copy(jax.random.key_data(self.seed)),
             last_update=last_update._replace(is_draw=self.is_draw(count - 1)),
             has_lost_leaf=jnp.zeros((), bool),
-            state_format=jnp.asarray(STATE_FORMAT, jnp.int32),
         )
 
     def update(
-        self, updates: optax.Updates, state: ChainState, params: optax.Params, value: Tree
-    ) -> tuple[optax.Updates, ChainState]:
+        self, updates: optax.Updates, packed: PackedState, params: optax.Params, value: Tree
+    ) -> tuple[optax.Updates, PackedState]:
         """One call, on trees of arrays: gradients and parameters have None for leaves at rest."""
-        known = state.like_params
-        expected = jax.eval_shape(self.init, known)
-        if jax.tree.structure(state) != jax.tree.structure(expected):
-            is_kind = isinstance(state.dynamics, type(expected.dynamics))
+        known = packed.like_params
+        if _shapes(packed) != _shapes(jax.eval_shape(self.init, known)):
             got = "one of another sampler, or with other settings"
-            got = got if is_kind else _check.show(state.dynamics)
             _check.fail(f"{self.name}.update", "state", state_of(self.name), got)
+        state = packed.unpack()
         if jax.tree.structure(updates) != jax.tree.structure(known):
             lost = state.has_lost_leaf | (state.last_update.num_gradients > 0)
-            state = _leaves.take_over(state, self.init(params))._replace(has_lost_leaf=lost)
+            state = _leaves.take_over(state, self._init(params))._replace(has_lost_leaf=lost)
         updates = jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params)
         value = None if value is None else jnp.asarray(value, _tree.dtype(known))
         posterior = self.posterior
@@ -167,7 +216,7 @@ class Dynamics:
         updates, value = potential.with_log_prior(posterior, updates, value, params)
         call = Call(posterior, updates, passed, params, value)
         displacement, after = self.process(call, state._replace(prior_mean=None))
-        return displacement, after._replace(prior_mean=state.prior_mean)
+        return displacement, PackedState.pack(after._replace(prior_mean=state.prior_mean))
 
     def split(self, data: jax.Array | None) -> tuple[jax.Array | None, Tree]:
         """Split the key of a state: the next one, and a typed key for the noise of this call."""

@@ -4,6 +4,8 @@ A sampler of this family is a `Rule` for the displacement. Everything else is he
 step size, the random keys, and the rejection of steps that end in a non-finite number.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree, potential
+from optax_smile._packed import Real
 from optax_smile._types import Options, Tree
 from optax_smile.samplers import _call
 from optax_smile.samplers._chain import Call, ChainState, Dynamics
@@ -71,7 +74,7 @@ class LangevinState(NamedTuple):
 
     memory: Tree
     displacement: optax.Updates
-    step_length: jax.Array
+    step_length: Real
     step_size_factor: jax.Array
 
     gradients_per_step = 1

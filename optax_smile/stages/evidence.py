@@ -16,6 +16,7 @@ import jax.scipy.special
 import optax
 
 from optax_smile import _tree, potential
+from optax_smile._packed import Count, Flag, Real
 from optax_smile._types import Tree
 
 # Averages of the gradients cover this share of all calls, so they settle as a chain goes on, but no
@@ -134,10 +135,10 @@ class OpenStep(NamedTuple):
             energy, nats.
     """
 
-    opening_value: jax.Array
-    opening_known: jax.Array
-    kinetic_change: jax.Array
-    prior_change: jax.Array
+    opening_value: Real
+    opening_known: Flag
+    kinetic_change: Real
+    prior_change: Real
 
     def advance(
         self, end: StepEnd, opening_kick: jax.Array, sums: Sums, value: jax.Array | None
@@ -201,9 +202,9 @@ class EnergyAverages(NamedTuple):
         num_energies: how many entered, int32.
     """
 
-    energy_mean: jax.Array
-    energy_std: jax.Array
-    num_energies: jax.Array
+    energy_mean: Real
+    energy_std: Real
+    num_energies: Count
 
     def settled(self) -> jax.Array:
         """Whether there were enough energies to judge the next one."""
@@ -270,9 +271,9 @@ class TurnAverage(NamedTuple):
         num_outlying: gradients of accepted calls with a reduced weight, int32.
     """
 
-    mean_turn_rate: jax.Array
-    num_turns: jax.Array
-    num_outlying: jax.Array
+    mean_turn_rate: Real
+    num_turns: Count
+    num_outlying: Count
 
     def trust(self, rate: jax.Array, sums: Sums, num_gradients: jax.Array) -> jax.Array:
         """Weight of a gradient: less than 1 if it is outlying, 0 if it carries no information.
@@ -318,11 +319,11 @@ class ChangeAverage(NamedTuple):
     """
 
     sketch: Tree
-    last_square: jax.Array
-    is_comparable: jax.Array
-    mean_change_square: jax.Array
-    mean_gradient_square: jax.Array
-    num_changes: jax.Array
+    last_square: Real
+    is_comparable: Flag
+    mean_change_square: Real
+    mean_gradient_square: Real
+    num_changes: Count
 
     def share(self) -> jax.Array:
         """Share of the change in the gradient's square; NaN before the first."""
@@ -342,6 +343,9 @@ class ChangeAverage(NamedTuple):
             The averages, and the angle per unit length by which this change turns the momentum; 0
             if it does not enter.
         """
+        if jax.tree.map(jnp.shape, sketch) != jax.tree.map(jnp.shape, self.sketch):
+            # The chain goes on with fewer leaves, or on other devices.
+            self = self._replace(sketch=sketch, is_comparable=jnp.zeros_like(self.is_comparable))
         unit = float(end.num_parameters - 1) ** 2
         square = _tree.distance_square(sketch, self.sketch) / 2 / unit
         gradient_square = sums.whitened_square / unit
@@ -378,10 +382,10 @@ class DescentAverage(NamedTuple):
         on_its_way: whether that is more than `ON_ITS_WAY`.
     """
 
-    energy_fall: jax.Array
-    fall_square: jax.Array
-    descent_score: jax.Array
-    on_its_way: jax.Array
+    energy_fall: Real
+    fall_square: Real
+    descent_score: Real
+    on_its_way: Flag
 
     def observe(
         self, end: StepEnd, trust: jax.Array, turns: TurnAverage, accepted: jax.Array
@@ -419,13 +423,13 @@ class LossAverage(NamedTuple):
         is_falling: whether that is more than chance explains in a converged chain.
     """
 
-    last_loss: jax.Array
-    loss_before: jax.Array
-    loss_now: jax.Array
-    loss_noise_square: jax.Array
-    num_losses: jax.Array
-    fall: jax.Array
-    is_falling: jax.Array
+    last_loss: Real
+    loss_before: Real
+    loss_now: Real
+    loss_noise_square: Real
+    num_losses: Count
+    fall: Real
+    is_falling: Flag
 
     def observe(
         self,

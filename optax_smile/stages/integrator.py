@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _tree
+from optax_smile._packed import Count, Flag, Real
 from optax_smile._types import Tree
 from optax_smile.stages.evidence import StepEnd, Sums, turn_rate
 
@@ -67,9 +68,9 @@ class MomentumState(NamedTuple):
     """
 
     direction: optax.Updates
-    moving: jax.Array
-    drift_index: jax.Array
-    step_length: jax.Array
+    moving: Flag
+    drift_index: Count
+    step_length: Real
     anchor: optax.Params | None
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree, _xla
+from optax_smile._packed import Count, Real
 from optax_smile._types import Tree
 from optax_smile.stages.evidence import GradientWeight
 
@@ -136,8 +137,8 @@ class MovingVarianceState(NamedTuple):
 
     gradient_mean: optax.Updates
     gradient_variance: optax.Updates
-    variance_mean: jax.Array
-    isotropic_weight: jax.Array
+    variance_mean: Real
+    isotropic_weight: Real
 
     def inverse_scale(self) -> optax.Updates:
         """Compute one over the scale, a tree like the parameters."""
@@ -213,10 +214,10 @@ class MeanSquareState(NamedTuple):
 
     in_use: optax.Updates
     mean_square: optax.Updates
-    mean: jax.Array
+    mean: Real
     last_gradient: optax.Updates | None
-    num_in_window: jax.Array
-    window: jax.Array
+    num_in_window: Count
+    window: Count
 
     def inverse_scale(self) -> optax.Updates:
         """Return one over the scale, a tree like the parameters."""

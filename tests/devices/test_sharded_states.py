@@ -65,7 +65,7 @@ def test_state_is_sharded_like_the_parameters():
         assert_sharded_like(state, params)
         after, state = run(jax.jit(step), params, state, range(7))
     assert_sharded_like((after, state), params)
-    assert not np.any(state.probe.num_altered) and np.any(state.probe.num_read)
+    assert not np.any(state.unpack().probe.num_altered) and np.any(state.unpack().probe.num_read)
     assert_close((after, state), as_read((expected[0], expected[1]), (after, state)))
 
 
@@ -78,12 +78,12 @@ def test_altered_parameters_are_seen_on_several_devices(case):
     with jax.set_mesh(mesh):
         params, state = run(step, params, tx.init(params), range(2))
         _, altered = step(scale(0.999, params), state, batch(2))
-    assert state.probe.num_altered == 0 and altered.probe.num_altered == 1
+    assert state.unpack().probe.num_altered == 0 and altered.unpack().probe.num_altered == 1
     params, state = jax.device_get((params, state))
     params, state = run(step, params, state, range(2, 4))
     _, altered = step(scale(0.999, params), state, batch(4))
-    assert state.probe.num_altered == 0 and altered.probe.num_altered == 1
-    assert altered.probe.num_read == len(state.probe.start) == _tree.size(PARAMS)
+    assert state.unpack().probe.num_altered == 0 and altered.unpack().probe.num_altered == 1
+    assert altered.unpack().probe.num_read == len(state.unpack().probe.start) == _tree.size(PARAMS)
 
 
 @shared_cases

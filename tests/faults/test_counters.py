@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from test_injections import INPUTS, MAKE, NUM_DATA, START, TARGETS, mean_loss
 
 import optax_smile
@@ -23,13 +24,13 @@ MOST = np.iinfo(np.int32).max
 COUNTS = (0, 2**24 - 1_000, MOST - 1_000)
 # Of the int32 numbers of the states those that do not only grow; all others are raised.
 OTHERS = ("nonfinite_run", "energy_level", "drift_index", "num_in_window", "window")
-OTHERS += ("num_altered", "num_compared", "state_format")
+OTHERS += ("num_altered", "num_compared", "num_read")
 ARRIVED, BATCH = 5_000, 20
 NAMES = ("psmile", "published.psmile", "psgld", "scale_adapted_sghmc")
 
 
 def counters_of(state) -> dict[str, jax.Array]:
-    leaves = jax.tree_util.tree_leaves_with_path(state)
+    leaves = jax.tree_util.tree_leaves_with_path(state.unpack())
     found = {path[-1].name: leaf for path, leaf in leaves if leaf.dtype == jnp.int32}
     return {name: leaf for name, leaf in found.items() if name not in OTHERS}
 
@@ -46,7 +47,7 @@ def chains(name: str, num_steps: int) -> Any:
         grads = jax.tree.map(lambda g: factor * g, grads)
         updates, state = tx.update(grads, state, params, value=factor * loss)
         params: Any = optax.apply_updates(params, updates)
-        leaves = jax.tree.leaves((params, state._replace(last_update=None)))
+        leaves = jax.tree.leaves((params, state.unpack()._replace(last_update=None)))
         return (params, state), {
             "finite": jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]).all(),
             "smallest": jnp.stack([*counters_of(state).values()]).min(),
@@ -60,7 +61,7 @@ def chains(name: str, num_steps: int) -> Any:
         start = START, tx.init(START)
         params, state = jax.lax.scan(usual, start, jnp.arange(ARRIVED))[0]
         for counter, x in counters_of(state).items():
-            state = optax.tree.set(state, **{counter: jnp.maximum(x, count)})
+            state = runs.with_fields(state, **{counter: jnp.maximum(x, count)})
         (_, after), seen = jax.lax.scan(double, (params, state), jnp.arange(num_steps))
         return state, after, seen
 
@@ -81,10 +82,10 @@ def test_counters(name, full, record):
     assert np.all(seen["step_size"] > 1e-7)
     energies = seen["energy"].mean(axis=1)
     assert np.ptp(energies) < 2, energies
-    counts = np.asarray(after.last_update.num_gradients)
+    counts = np.asarray(after.unpack().last_update.num_gradients)
     assert counts.tolist() == [min(max(ARRIVED, x) + num_steps, MOST) for x in COUNTS]
     # An average over n numbers goes 1 - exp(-steps / n) of the way to what is twice as large.
-    before, after = (optax.tree.get(x, "mean_turn_rate") for x in (before, after))
+    before, after = (optax.tree.get(x.unpack(), "mean_turn_rate") for x in (before, after))
     for one, count in zip([] if after is None else after / before - 1, COUNTS, strict=False):
         long = min(evidence.SHARE * max(count, ARRIVED), evidence.LONGEST_AVERAGE)
         share = -math.expm1(-num_steps / long) if count else 1

@@ -1,0 +1,41 @@
+"""The arrays of a state: between calls the scalars of a chain are two of them."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_smile
+from optax_smile._packed import Packed, pack, unpack
+
+WIDTHS = 8, 16, 16, 16, 1
+PARAMS = {
+    f"layer {i}": {"kernel": jnp.ones(shape), "bias": jnp.zeros(shape[1])}
+    for i, shape in enumerate(zip(WIDTHS[:-1], WIDTHS[1:], strict=True))
+}
+
+
+@pytest.mark.parametrize("name", ["psmile", "published.psmile", "psgld"])
+def test_a_state_has_few_arrays_and_gives_back_its_scalars(name):
+    make: Any = operator.attrgetter(name)(optax_smile)
+    options = {"key": 0} if name != "published.psmile" else {}
+    state: Any = make(1e-3, num_data=100, **options).init(PARAMS)
+    assert len(jax.tree.leaves(state)) <= 40
+    scalars = [x for x in jax.tree.leaves(state.arrays) if x.ndim == 0]
+    # Those of a tuner, or the factor that a user sets.
+    assert len(scalars) <= 2
+    of_chains = jax.tree.map(lambda x: jnp.stack([x, x + 1]), state)
+    opened = state.unpack(), jax.tree.map(lambda x: x[1], of_chains).unpack()
+    for one, expected in zip((0, 1), opened, strict=True):
+        jax.tree.map(
+            lambda x, y, one=one: np.testing.assert_array_equal(x[one], y, strict=True),
+            of_chains.unpack(),
+            expected,
+        )
+    again = pack(unpack(Packed(*state[:3])))
+    jax.tree.map(np.testing.assert_array_equal, again, Packed(*state[:3]))
+    kinds = {x.dtype.name for x in jax.tree.leaves(opened[0]) if x.ndim == 0}
+    assert kinds == {"float32", "int32", "bool"}
