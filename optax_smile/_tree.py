@@ -102,13 +102,13 @@ def sums_and_sketch(trees: list[Tree], sketched: Tree) -> tuple[list[jax.Array],
             shared.append(leaves)
             sketch = [] if large is None else [jnp.sum(*_split(x)) for x in _signed(large)]
         elif leaves[0].size:
-            found, sketch = _block_sums(leaves, large)
-            parts.append(found)
+            totals, sketch = _block_sums(leaves, large)
+            parts.append(totals)
         sketches.append(tuple(sketch) or (leaf,))
     parts += _shared_sums([leaves for leaves in shared if leaves[0].size])
     joined = [jnp.concatenate(column) for column in zip(*parts, strict=True)]
-    found = list(jnp.sum(jnp.stack(joined), axis=1))
-    return found, None if sketched is None else tuple(sketches)
+    totals = list(jnp.sum(jnp.stack(joined), axis=1))
+    return totals, None if sketched is None else tuple(sketches)
 
 
 def fingerprint(tree: Tree) -> jax.Array:
@@ -214,8 +214,8 @@ def _block_sums(
         return reduce(jnp.add, [jnp.ravel(x)[None] for x in leaves], (1,)), []
     signed = () if sketched is None else _signed(sketched)
     blocks, (axes, *_) = zip(*map(_split, (*leaves, *signed)), strict=True)
-    found = reduce(jnp.add, blocks, axes)
-    sums, sketch = [jnp.ravel(x) for x in found[: len(leaves)]], found[len(leaves) :]
+    totals = reduce(jnp.add, blocks, axes)
+    sums, sketch = [jnp.ravel(x) for x in totals[: len(leaves)]], totals[len(leaves) :]
     # Blocks of blocks, so that there is little to join.
     blocks, (axes, *_) = zip(*map(_split, sums), strict=True)
     return [jnp.ravel(x) for x in reduce(jnp.add, blocks, axes)], sketch

@@ -16,7 +16,7 @@ from optax_smile._packed import Count, Flag, Real
 from optax_smile._types import Tree, by_identity
 
 # Format of the states of all samplers. A state of another format cannot be continued.
-STATE_FORMAT = 8
+STATE_FORMAT = 9
 # Largest share of gradients that are not finite; healthy runs have none or a handful.
 MOST_NONFINITE = 0.01
 # Nats per example by which draws may be worse than the start: targets 63 % less probable.
@@ -226,11 +226,11 @@ def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
     rule = f"{kind} with exactly one optax_smile sampler"
     if _check.TRANSFORMATION.holds(state):
         _check.fail(where, argument, rule, "the transformation", advice)
-    found, chains = _samplers(_without_variables(state))
-    if not found:
+    states, chains = _samplers(_without_variables(state))
+    if not states:
         _check.fail(where, argument, rule, missing, advice)
-    if len(found) > 1:
-        _check.fail(where, argument, rule, f"one with {len(found)}", "Remove all but one.")
+    if len(states) > 1:
+        _check.fail(where, argument, rule, f"one with {len(states)}", "Remove all but one.")
     for chain in chains:
         place = next((i for i, part in enumerate(chain) if _samplers(part)[0]), len(chain))
         # Only states of transformations, not other entries of a loop's tuple.
@@ -243,8 +243,8 @@ def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
             rule = f"{kind} `optax.chain` that ends with the sampler"
             number = "one transformation" if len(later) == 1 else f"{len(later)} transformations"
             _check.fail(where, argument, rule, f"{number} after it", AFTER)
-    check_format(where, argument, found[0])
-    return found[0]
+    check_format(where, argument, states[0])
+    return states[0]
 
 
 def check_format(where: str, argument: str, state: SamplerState):
@@ -318,13 +318,13 @@ def stats(state: Tree) -> Stats:
         0.01
     """
     sampler = find(state, "stats")
-    told, key = sampler.stats(), getattr(sampler, "key", None)
-    if np.ndim(told.noise_id) == 1 and key is not None and is_ready(key):
+    statistics, key = sampler.stats(), getattr(sampler, "key", None)
+    if np.ndim(statistics.noise_id) == 1 and key is not None and is_ready(key):
         # On the host: the device may be at work on what was called before.
         raw: Tree = np.asarray(key)
         ids: Tree = noise_id(raw, raw)
         _trace.warn_of_equal_keys("stats", ids[:, None])
-    return told
+    return statistics
 
 
 @_check.own_flags

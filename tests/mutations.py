@@ -163,7 +163,7 @@ DEFECTS = r"""
 = copies go through | copies
 - copies = [chain for chain, like in enumerate(first) if like != chain]
 + copies = []
-# samplers/_chain.py | test_momentum.py
+# samplers/_transformation.py | test_momentum.py
 = noise key never advances | right_angle
 - return jax.random.key_data(key), noise_key
 + return data, noise_key
@@ -171,7 +171,7 @@ DEFECTS = r"""
 = psmile without its noise | another_prior
 - Momentum(SCHEMES[arguments["integrator"]], length)
 + Momentum(SCHEMES[arguments["integrator"]], None)
-# samplers/_call.py | test_log_prior.py
+# samplers/_transformation.py | test_log_prior.py
 = temperature lost | gaussian_function
 - for x in Potential._fields if x in arguments
 + for x in {*Potential._fields} - {"temperature"} if x in arguments
@@ -196,7 +196,7 @@ DEFECTS = r"""
 + cycle_length = total_steps // num_cycles
 # samplers/_langevin.py | test_langevin.py
 = rejected gradients enter the memory | taken_back
-- memory=optax.tree.where(reject, here.memory, memory)
+- memory=optax.tree.where(reject, before.memory, memory)
 + memory=memory
 = rejected steps advance the schedule count | nonfinite_inputs
 - num_steps=_tree.count(state.num_steps, ~reject)
@@ -212,7 +212,7 @@ DEFECTS = r"""
 = stride of the third axis forgets the second | random_signs
 - stride *= leaf.shape[axis]
 + stride = leaf.shape[axis]
-# samplers/_call.py | test_sampling.py
+# samplers/_transformation.py | test_sampling.py
 = defaults of a sampler not recorded | settings_hold
 - bound.apply_defaults()
 +
@@ -429,7 +429,7 @@ DEFECTS = r"""
 = temperature missing in the prior's part of the expected excess loss | bound_is_exact
 - prior = potential.prior_precision / potential.temperature * num_parameters / curvature
 + prior = potential.prior_precision * num_parameters / curvature
-# samplers/_chain.py | test_local.py
+# samplers/_transformation.py | test_local.py
 = local: around zero, not the start | each_chain_has
 - posterior._replace(prior_mean=state.prior_mean)
 + posterior._replace(prior_mean=0.0)

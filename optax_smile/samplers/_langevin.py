@@ -17,8 +17,9 @@ import optax
 from optax_smile import _check, _tree, potential
 from optax_smile._packed import Real
 from optax_smile._types import Options, Tree
-from optax_smile.samplers import _call
-from optax_smile.samplers._chain import Call, ChainState, Dynamics
+from optax_smile.samplers import _transformation
+from optax_smile.samplers._chain import ChainState
+from optax_smile.samplers._transformation import Arguments, Call, Dynamics, Maker
 from optax_smile.stages import evidence, probe, rejection
 
 
@@ -139,24 +140,26 @@ class Langevin(Dynamics):
 
     def process(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
         """Reject a step that ends in a non-finite number, else move by the rule."""
-        here, last, params = state.dynamics, state.last_update, call.params
+        before, last, params = state.dynamics, state.last_update, call.params
         gradient = potential.gradient(call.posterior, call.updates, params)
         passed = call.updates if call.passed is None else call.passed
         read = [jax.tree.map(jnp.square, tree) for tree in (gradient, params, passed)]
         square, params_square, *mark = _tree.sums([*read, _tree.signed(passed)])
         given = square if call.value is None else jnp.stack([square, call.value])
-        length, last_length = self.step_size(state.num_steps), here.step_length
+        length, last_length = self.step_size(state.num_steps), before.step_length
         is_finite = jnp.all(jnp.isfinite(given)) & jnp.greater_equal(length, 0)
         guard, reject = rejection.judge(state.guardrail, is_finite)
-        length = jnp.asarray(length * here.step_size_factor * guard.step_backoff, last_length.dtype)
+        length = jnp.asarray(
+            length * before.step_size_factor * guard.step_backoff, last_length.dtype
+        )
         key, noise_key = self.split(state.key)
         moved = last_length > 0
         displacement, memory = self.rule.move(
-            here.memory,
+            before.memory,
             Move(
                 gradient=gradient,
                 updates=passed,
-                displacement=here.displacement,
+                displacement=before.displacement,
                 step_size=length,
                 step_ratio=jnp.where(moved, length / jnp.where(moved, last_length, 1), 0),
                 num_steps=state.num_steps,
@@ -164,20 +167,20 @@ class Langevin(Dynamics):
             ),
         )
 
-        back = jax.tree.map(jnp.negative, here.displacement)
+        back = jax.tree.map(jnp.negative, before.displacement)
         still = jax.tree.map(jnp.zeros_like, params)
         resolution = evidence.resolution(params_square)
         step_end = last.accepted & (last.num_gradients > 0)
         is_draw = self.is_draw(state.num_steps - 1)
         return optax.tree.where(reject, back, displacement), state._replace(
             dynamics=LangevinState(
-                memory=optax.tree.where(reject, here.memory, memory),
+                memory=optax.tree.where(reject, before.memory, memory),
                 displacement=optax.tree.where(reject, still, displacement),
                 step_length=length,
-                step_size_factor=here.step_size_factor,
+                step_size_factor=before.step_size_factor,
             ),
             guardrail=guard,
-            probe=probe.look(state.probe, params, probe.entries(here.displacement), reject),
+            probe=probe.look(state.probe, params, probe.entries(before.displacement), reject),
             num_steps=_tree.count(state.num_steps, ~reject),
             key=key,
             last_update=last.proceed(
@@ -195,8 +198,8 @@ class Langevin(Dynamics):
 def _assemble(name: str, rule: Rule, arguments: Options) -> Langevin:
     return Langevin(
         name=name,
-        posterior=_call.posterior_of(name, arguments),
-        step_size=rule.step_size or _call.schedule(name, arguments["step_size"]),
+        posterior=_transformation.posterior_of(name, arguments),
+        step_size=rule.step_size or _transformation.schedule(name, arguments["step_size"]),
         seed=_check.Key(needed=True)(name, "key", arguments["key"]),
         is_draw=rule.is_draw,
         rule=rule,
@@ -205,6 +208,6 @@ def _assemble(name: str, rule: Rule, arguments: Options) -> Langevin:
 
 def sampler(
     **constraints: _check.Constraint,
-) -> Callable[[Callable[_call.Arguments, Rule]], _call.Maker[_call.Arguments]]:
-    """Make a sampler of a function that returns its rule, see `_call.sampler`."""
-    return _call.sampler(_assemble, constraints)
+) -> Callable[[Callable[Arguments, Rule]], Maker[Arguments]]:
+    """Make a sampler of a function that returns its rule."""
+    return _transformation.sampler(_assemble, constraints)

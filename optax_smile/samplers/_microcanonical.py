@@ -14,8 +14,9 @@ import optax
 from optax_smile import _check, _joined, _tree, _xla, potential
 from optax_smile._types import Options, Tree
 from optax_smile._warn import warn
-from optax_smile.samplers import _call
-from optax_smile.samplers._chain import Call, ChainState, Dynamics
+from optax_smile.samplers import _transformation
+from optax_smile.samplers._chain import ChainState
+from optax_smile.samplers._transformation import Arguments, Call, Dynamics, Maker
 from optax_smile.stages import evidence, probe, rejection, scale
 from optax_smile.stages.evidence import EvidenceState
 from optax_smile.stages.integrator import (
@@ -274,8 +275,8 @@ def _assemble(name: str, preconditioner: Preconditioner, arguments: Options) -> 
     tuner = choose(name, arguments.get("tuner"), step_size)
     return Microcanonical(
         name=name,
-        posterior=_call.posterior_of(name, arguments),
-        step_size=_call.schedule(name, 1.0 if step_size is None else step_size),
+        posterior=_transformation.posterior_of(name, arguments),
+        step_size=_transformation.schedule(name, 1.0 if step_size is None else step_size),
         seed=None if length is None else seed,
         chosen={"tuner": tuner} if tuner.sets_step_size else {},
         preconditioner=preconditioner,
@@ -287,6 +288,6 @@ def _assemble(name: str, preconditioner: Preconditioner, arguments: Options) -> 
 
 def sampler(
     fixed: Mapping[str, object] = _check.NOTHING, **constraints: _check.Constraint
-) -> Callable[[Callable[_call.Arguments, Preconditioner]], _call.Maker[_call.Arguments]]:
-    """Make a sampler of a function that returns its preconditioner, see `_call.sampler`."""
-    return _call.sampler(_assemble, CONSTRAINTS | constraints, fixed)
+) -> Callable[[Callable[Arguments, Preconditioner]], Maker[Arguments]]:
+    """Make a sampler of a function that returns its preconditioner."""
+    return _transformation.sampler(_assemble, CONSTRAINTS | constraints, fixed)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from optax_smile import _check
 from optax_smile._types import LogPrior, StepSize, Tree
-from optax_smile.samplers import _call, _langevin
+from optax_smile.samplers import _langevin, _transformation
 from optax_smile.samplers._langevin import Move, Rule
 
 # 5,000 steps per cycle and a third of each for the search, as Sommer et al. 2026 ran it.
@@ -67,7 +67,7 @@ def cyclical_sgld(
     if not is_traced and total_steps < num_cycles:
         rule = f"an integer >= {num_cycles}, a step for each of `num_cycles`"
         _check.fail("cyclical_sgld", "total_steps", rule, total_steps)
-    schedule = _call.schedule("cyclical_sgld", step_size)
+    schedule = _transformation.schedule("cyclical_sgld", step_size)
     cycle_length = -(-total_steps // num_cycles)
 
     def is_draw(count: jax.Array) -> jax.Array:
