@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,38 +19,29 @@ Real = Count = Flag = jax.Array
 KINDS = {"Real": float, "Count": int, "Flag": bool}
 
 
-class Packed(NamedTuple):
-    """A state without its scalars, which are in two arrays.
+def pack(state: Tree) -> tuple[Tree, jax.Array, jax.Array]:
+    """Move the scalars of a state to two arrays.
 
-    Attributes:
-        arrays: the state, with None in the place of each scalar.
-        reals: `[scalar]`, in the precision of the parameters.
-        counts: counters and flags, `[scalar]`, int32.
+    Returns:
+        The state, with None in the place of each scalar; its real numbers, `[scalar]`, in the
+        precision of the parameters; its counters and flags, `[scalar]`, int32.
     """
-
-    arrays: Tree
-    reals: jax.Array
-    counts: jax.Array
-
-
-def pack(state: Tree) -> Packed:
-    """Move the scalars of a state to two arrays."""
     reals: list[jax.Array] = []
     counts: list[jax.Array] = []
     arrays = _map(lambda kind, x: (reals if kind is float else counts).append(x), state)
-    return Packed(arrays, jnp.stack(reals), jnp.stack([x.astype(jnp.int32) for x in counts]))
+    return arrays, jnp.stack(reals), jnp.stack([x.astype(jnp.int32) for x in counts])
 
 
-def unpack(packed: Packed) -> Tree:
+def unpack(arrays: Tree, reals: jax.Array, counts: jax.Array) -> Tree:
     """Undo `pack`, of one chain or with leading axes."""
-    reals, counts = iter(_scalars(packed.reals)), iter(_scalars(packed.counts))
+    each_real, each_count = iter(_scalars(reals)), iter(_scalars(counts))
 
     def scalar(kind: type, _: object) -> jax.Array:
         if kind is float:
-            return next(reals)
-        return next(counts) if kind is int else next(counts) != 0
+            return next(each_real)
+        return next(each_count) if kind is int else next(each_count) != 0
 
-    return _map(scalar, packed.arrays)
+    return _map(scalar, arrays)
 
 
 def _map(function: Callable[[type, Tree], Tree], state: Tree) -> Tree:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import optax_smile
-from optax_smile._packed import Packed, pack, unpack
+from optax_smile._packed import pack, unpack
 
 WIDTHS = 8, 16, 16, 16, 1
 PARAMS = {
@@ -35,7 +35,7 @@ def test_a_state_has_few_arrays_and_gives_back_its_scalars(name):
             of_chains.unpack(),
             expected,
         )
-    again = pack(unpack(Packed(*state[:3])))
-    jax.tree.map(np.testing.assert_array_equal, again, Packed(*state[:3]))
+    again = pack(unpack(*state[:3]))
+    jax.tree.map(np.testing.assert_array_equal, again, state[:3])
     kinds = {x.dtype.name for x in jax.tree.leaves(opened[0]) if x.ndim == 0}
     assert kinds == {"float32", "int32", "bool"}

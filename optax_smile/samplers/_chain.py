@@ -37,37 +37,6 @@ class ChainState(NamedTuple):
     last_update: LastUpdate
     has_lost_leaf: Flag
 
-    @property
-    def like_params(self) -> Tree:
-        """A tree like the parameters that `init` got."""
-        return self.dynamics.like_params
-
-    def stats(self) -> Stats:
-        """Scalars that describe the last call, see `optax_smile.stats`."""
-        number = self.last_update.num_gradients
-        # Those of one chain.
-        sizes = [math.prod(x.shape[number.ndim :]) for x in jax.tree.leaves(self.like_params)]
-        array = jnp if isinstance(number, jax.Array) else np
-        size: Tree = array.full_like(number, min(sum(sizes), _check.LARGEST_WHOLE))
-        return Stats(
-            num_rejected=self.guardrail.num_rejected,
-            num_nonfinite=self.guardrail.num_nonfinite,
-            num_altered=self.probe.num_altered,
-            is_altered=self.probe.is_altered | self.has_lost_leaf,
-            num_parameters=size,
-            noise_id=noise_id(self.key, number),
-            **self.last_update.stats(),
-            **self.dynamics.stats(),
-        )
-
-    def last_accepted(self, params: optax.Params) -> Tree:
-        """Start of the open step, see `optax_smile.last_accepted`."""
-        if is_concrete(self.has_lost_leaf) and self.has_lost_leaf:
-            rule = "a state whose calls of `update` all had gradients for the same leaves"
-            got = "one after a call with gradients for fewer leaves"
-            _check.fail("last_accepted", "state", rule, got, "Start again with `init`.")
-        return self.dynamics.last_accepted(params)
-
 
 class PackedState(NamedTuple):
     """State of a sampler between calls, see `_packed`.
@@ -89,7 +58,7 @@ class PackedState(NamedTuple):
 
     def unpack(self) -> ChainState:
         """Return the state with its scalars."""
-        return _packed.unpack(_packed.Packed(self.arrays, self.reals, self.counts))
+        return _packed.unpack(self.arrays, self.reals, self.counts)
 
     @property
     def key(self) -> jax.Array | None:
@@ -99,7 +68,7 @@ class PackedState(NamedTuple):
     @property
     def like_params(self) -> Tree:
         """A tree like the parameters that `init` got."""
-        return self.arrays.like_params
+        return self.arrays.dynamics.like_params
 
     @property
     def gradients_per_step(self) -> int:
@@ -108,11 +77,31 @@ class PackedState(NamedTuple):
 
     def stats(self) -> Stats:
         """See `state.SamplerState`."""
-        return self.unpack().stats()
+        state = self.unpack()
+        number = state.last_update.num_gradients
+        # Those of one chain.
+        sizes = [math.prod(x.shape[number.ndim :]) for x in jax.tree.leaves(self.like_params)]
+        array = jnp if isinstance(number, jax.Array) else np
+        size: Tree = array.full_like(number, min(sum(sizes), _check.LARGEST_WHOLE))
+        return Stats(
+            num_rejected=state.guardrail.num_rejected,
+            num_nonfinite=state.guardrail.num_nonfinite,
+            num_altered=state.probe.num_altered,
+            is_altered=state.probe.is_altered | state.has_lost_leaf,
+            num_parameters=size,
+            noise_id=noise_id(self.key, number),
+            **state.last_update.stats(),
+            **state.dynamics.stats(),
+        )
 
     def last_accepted(self, params: optax.Params) -> Tree:
         """See `state.SamplerState`."""
-        return self.unpack().last_accepted(params)
+        state = self.unpack()
+        if is_concrete(state.has_lost_leaf) and state.has_lost_leaf:
+            rule = "a state whose calls of `update` all had gradients for the same leaves"
+            got = "one after a call with gradients for fewer leaves"
+            _check.fail("last_accepted", "state", rule, got, "Start again with `init`.")
+        return state.dynamics.last_accepted(params)
 
     def last_received(self) -> tuple[optax.Updates, jax.Array]:
         """See `state.SamplerState`."""
