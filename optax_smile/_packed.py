@@ -1,8 +1,7 @@
 """A state of few arrays: a Python loop pays for every array that a compiled call takes and returns.
 
 Scalars of a state are the fields that its class declares as `Real`, `Count` or `Flag`, in a module
-whose annotations are not evaluated. Between calls all real numbers of a chain are one array, and
-all counters and flags another.
+whose annotations are not evaluated. Between calls all scalars of a kind are one array.
 """
 
 from __future__ import annotations
@@ -16,35 +15,29 @@ import jax.numpy as jnp
 from optax_smile._types import Tree
 
 Real = Count = Flag = jax.Array
-KINDS = {"Real": float, "Count": int, "Flag": bool}
+KINDS = "Real", "Count", "Flag"
 
 
-def pack(state: Tree) -> tuple[Tree, jax.Array, jax.Array]:
-    """Move the scalars of a state to two arrays.
+def pack(state: Tree) -> tuple[Tree, jax.Array, jax.Array, jax.Array]:
+    """Move the scalars of a state to three arrays.
 
     Returns:
-        The state, with None in the place of each scalar; its real numbers, `[scalar]`, in the
-        precision of the parameters; its counters and flags, `[scalar]`, int32.
+        The state, with None in the place of each scalar; its real numbers, in the precision of the
+        parameters, its counters, int32, and its flags, bool, `[scalar]` each.
     """
-    reals: list[jax.Array] = []
-    counts: list[jax.Array] = []
-    arrays = _map(lambda kind, x: (reals if kind is float else counts).append(x), state)
-    return arrays, jnp.stack(reals), jnp.stack([x.astype(jnp.int32) for x in counts])
+    scalars: dict[str, list[jax.Array]] = {kind: [] for kind in KINDS}
+    arrays = _map(lambda kind, x: scalars[kind].append(x), state)
+    reals, counts, flags = map(jnp.stack, scalars.values())
+    return arrays, reals, counts, flags
 
 
-def unpack(arrays: Tree, reals: jax.Array, counts: jax.Array) -> Tree:
+def unpack(arrays: Tree, *scalars: jax.Array) -> Tree:
     """Undo `pack`, of one chain or with leading axes."""
-    each_real, each_count = iter(_scalars(reals)), iter(_scalars(counts))
-
-    def scalar(kind: type, _: object) -> jax.Array:
-        if kind is float:
-            return next(each_real)
-        return next(each_count) if kind is int else next(each_count) != 0
-
-    return _map(scalar, arrays)
+    rest = {kind: iter(_split_last(array)) for kind, array in zip(KINDS, scalars, strict=True)}
+    return _map(lambda kind, _: next(rest[kind]), arrays)
 
 
-def _map(function: Callable[[type, Tree], Tree], state: Tree) -> Tree:
+def _map(function: Callable[[str, Tree], Tree], state: Tree) -> Tree:
     """Replace the scalars of a state by `function(kind, scalar)`, in the order of the fields."""
     if not hasattr(state, "_fields"):
         return state
@@ -56,15 +49,15 @@ def _map(function: Callable[[type, Tree], Tree], state: Tree) -> Tree:
 
 
 @functools.cache
-def _kinds(state: type) -> dict[str, type]:
+def _kinds(state: type) -> dict[str, str]:
     """Return the kind of each scalar of a class of this package, by the name of its field."""
     if not state.__module__.startswith("optax_smile."):
         return {}
     names = {x: getattr(hint, "__forward_arg__", "") for x, hint in state.__annotations__.items()}
-    return {field: KINDS[name] for field, name in names.items() if name in KINDS}
+    return {field: name for field, name in names.items() if name in KINDS}
 
 
-def _scalars(array: jax.Array) -> Sequence[jax.Array]:
+def _split_last(array: jax.Array) -> Sequence[jax.Array]:
     """Split an array along its last axis, in one program outside of compiled functions."""
     return _split(array) if isinstance(array, jax.Array) else _split.__wrapped__(array)
 

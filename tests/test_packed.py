@@ -1,4 +1,4 @@
-"""The arrays of a state: between calls the scalars of a chain are two of them."""
+"""The arrays of a state: between calls the scalars of a chain are three of them."""
 
 import operator
 from typing import Any
@@ -27,7 +27,7 @@ def test_a_state_has_few_arrays_and_gives_back_its_scalars(name):
     scalars = [x for x in jax.tree.leaves(state.arrays) if x.ndim == 0]
     # Those of a tuner, or the factor that a user sets.
     assert len(scalars) <= 2
-    of_chains = jax.tree.map(lambda x: jnp.stack([x, x + 1]), state)
+    of_chains = jax.tree.map(lambda x: jnp.stack([x, jnp.ones_like(x)]), state)
     opened = state.unpack(), jax.tree.map(lambda x: x[1], of_chains).unpack()
     for one, expected in zip((0, 1), opened, strict=True):
         jax.tree.map(
@@ -35,7 +35,7 @@ def test_a_state_has_few_arrays_and_gives_back_its_scalars(name):
             of_chains.unpack(),
             expected,
         )
-    again = pack(unpack(*state[:3]))
-    jax.tree.map(np.testing.assert_array_equal, again, state[:3])
+    again = pack(unpack(*state[:4]))
+    jax.tree.map(np.testing.assert_array_equal, again, state[:4])
     kinds = {x.dtype.name for x in jax.tree.leaves(opened[0]) if x.ndim == 0}
     assert kinds == {"float32", "int32", "bool"}

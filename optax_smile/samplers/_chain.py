@@ -42,13 +42,14 @@ class PackedState(NamedTuple):
     """State of a sampler between calls, see `_packed`.
 
     Attributes:
-        arrays, reals, counts: the fields of a packed `ChainState`.
+        arrays, reals, counts, flags: what `_packed.pack` makes of a `ChainState`.
         state_format: `state.STATE_FORMAT` of the version that made the state, int32.
     """
 
     arrays: ChainState
     reals: jax.Array
     counts: jax.Array
+    flags: jax.Array
     state_format: jax.Array
 
     @classmethod
@@ -58,7 +59,7 @@ class PackedState(NamedTuple):
 
     def unpack(self) -> ChainState:
         """Return the state with its scalars."""
-        return _packed.unpack(self.arrays, self.reals, self.counts)
+        return _packed.unpack(self.arrays, self.reals, self.counts, self.flags)
 
     @property
     def key(self) -> jax.Array | None:
