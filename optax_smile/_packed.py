@@ -1,7 +1,7 @@
 """A state of few arrays: a Python loop pays for every array that a compiled call takes and returns.
 
 Scalars of a state are the fields that its class declares as `Real`, `Count` or `Flag`, in a module
-whose annotations are not evaluated. Between calls all scalars of a kind are one array.
+with `from __future__ import annotations`. Between calls all scalars of a kind are one array.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def pack(state: Tree) -> tuple[Tree, jax.Array, jax.Array, jax.Array]:
         parameters, its counters, int32, and its flags, bool, `[scalar]` each.
     """
     scalars: dict[str, list[jax.Array]] = {kind: [] for kind in KINDS}
+    # `append` returns None.
     arrays = _map(lambda kind, x: scalars[kind].append(x), state)
     reals, counts, flags = map(jnp.stack, scalars.values())
     return arrays, reals, counts, flags

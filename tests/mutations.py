@@ -177,8 +177,8 @@ DEFECTS = r"""
 + for x in {*Potential._fields} - {"temperature"} if x in arguments
 # samplers/_microcanonical.py | test_langevin.py
 = steps of negative size are made | negative_size
-- error.finite & (base >= 0), is_outlier
-+ error.finite, is_outlier
+- error.all_finite & (base >= 0), is_outlier
++ error.all_finite, is_outlier
 # samplers/sgld.py | test_langevin.py
 = half the noise | test_sgld
 - amplitude = jnp.sqrt(2 * call.step_size)

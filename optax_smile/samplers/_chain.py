@@ -22,6 +22,7 @@ class ChainState(NamedTuple):
 
     Attributes:
         dynamics: how the chain moves, a `LangevinState` or a `MicrocanonicalState`.
+        guardrail, probe, last_update: see their classes.
         prior_mean: the parameters at the start, if the prior is around them; or None.
         num_steps: steps begun, the count that a step-size schedule gets, int32.
         key: for the noise of the next call, as raw numbers, uint32; None without noise.
@@ -68,7 +69,7 @@ class PackedState(NamedTuple):
 
     @property
     def like_params(self) -> Tree:
-        """A tree like the parameters that `init` got."""
+        """A tree like the leaves that move, with None for the others."""
         return self.arrays.dynamics.like_params
 
     @property

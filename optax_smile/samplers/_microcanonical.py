@@ -99,7 +99,7 @@ class Reading(NamedTuple):
 class Decision(NamedTuple):
     """What a call decides: `reject`, the heading of the next drift, the weight of the gradient.
 
-    `state` has the scalars after the call and the arrays from before it.
+    `state` is that after the call, except for the arrays that `move` writes.
     """
 
     reject: jax.Array
@@ -181,7 +181,7 @@ class Microcanonical(Dynamics):
         return Reading(sums, sketch, fingerprint, entries_moved, noise, key)
 
     def decide(self, call: Call, state: ChainState, reading: Reading) -> Decision:
-        """Accept or reject the step that ends here, and choose the next one, by scalars alone."""
+        """Accept or reject the step that ends here, and choose the next one; no large arrays."""
         momentum, sums, posterior = self.momentum, reading.sums, call.posterior
         before, history = state.dynamics.momentum, state.dynamics.evidence
 
@@ -190,7 +190,7 @@ class Microcanonical(Dynamics):
         error = evidence.energy_error(posterior, history.open_step, end, sums, call.value)
         is_outlier = history.energies.is_outlier(error, self.reject_quantile)
         base = jnp.asarray(self.step_size(state.num_steps), before.step_length.dtype)
-        guard, reject = rejection.judge(state.guardrail, error.finite & (base >= 0), is_outlier)
+        guard, reject = rejection.judge(state.guardrail, error.all_finite & (base >= 0), is_outlier)
         probed = probe.look(state.probe, call.params, reading.entries_moved, reject)
         reject = _xla.after(reject, probed.altered_share)
 
@@ -249,8 +249,8 @@ class Microcanonical(Dynamics):
 
         A rejected call returns to where its step began.
         """
-        read = call.updates, call.params, state.dynamics.momentum, state.dynamics.preconditioner
-        updates, params, before, scaling = _xla.fence(read)
+        given = call.updates, call.params, state.dynamics.momentum, state.dynamics.preconditioner
+        updates, params, before, scaling = _xla.fence(given)
         reject, dynamics = decision.reject, decision.state.dynamics
         gradient = potential.gradient(call.posterior, updates, params)
         whitened = scale.whiten(scaling, gradient)

@@ -106,8 +106,7 @@ def _bound(signature: inspect.Signature, args: tuple, kwargs: Options) -> Option
 def _compiled(update: Callable, arguments: Options) -> Callable:
     """Compile `update` where a loop calls it outside of `jax.jit`.
 
-    `optax.inject_hyperparams` makes its numbers arrays and builds a sampler in every call, which
-    would be compiled each time.
+    Not inside `optax.inject_hyperparams`, which passes arrays and builds a sampler in every call.
     """
 
     def is_injected(leaf: Unchecked) -> bool:
@@ -145,13 +144,13 @@ def _update(dynamics: Dynamics, run: Callable) -> Callable:
             _check.fail(where, "state", state_of(dynamics.name), _check.show(state))
         check_format(where, "state", state)
         known = state.like_params
-        moving, params = select(where, updates, params, known)
-        if jax.tree.structure(moving) != jax.tree.structure(known):
-            # A compiled call sets `is_altered`.
+        sampled, params = select(where, updates, params, known)
+        if jax.tree.structure(sampled) != jax.tree.structure(known):
+            # Inside `jit` the number is unknown: `Dynamics.update` sets `has_lost_leaf`.
             number = state.unpack().last_update.num_gradients
             if is_concrete(number) and np.any(np.asarray(number) > 0):
-                require_all(where, moving, known)
-        displacement, after = run(moving, state, params, value)
+                require_all(where, sampled, known)
+        displacement, after = run(sampled, state, params, value)
         return put_back(displacement, updates), after
 
     update.__qualname__ = where
@@ -351,12 +350,12 @@ def select(
             rule = f"None at {_place(path)}, which is no leaf of the state"
             _check.fail(where, "updates", rule, _check.show(gradient))
 
-    kept = only(updates, known)
-    params = only(params, kept)
+    sampled = only(updates, known)
+    params = only(params, sampled)
     _tree.check_params(where, params, smallest=2)
-    _tree.check_alike(where, "params", params, only(known, kept), OF_INIT)
-    _tree.check_gradients(where, kept, params, "params")
-    return kept, params
+    _tree.check_alike(where, "params", params, only(known, sampled), OF_INIT)
+    _tree.check_gradients(where, sampled, params, "params")
+    return sampled, params
 
 
 def put_back(displacement: optax.Updates, updates: optax.Updates) -> optax.Updates:

@@ -164,12 +164,13 @@ class EnergyError(NamedTuple):
     Attributes:
         change: nats, positive = gained; NaN unless `known`.
         known: whether a step was closed, had a value at both ends, and its energy is finite.
-        finite: whether every number that the call received is finite.
+        all_finite: whether every number that the call received is finite, and the energy of a step
+            that ends.
     """
 
     change: jax.Array
     known: jax.Array
-    finite: jax.Array
+    all_finite: jax.Array
 
 
 def energy_error(
@@ -581,7 +582,8 @@ def collect(
     """Add what a call measured to the averages.
 
     `history` has the averages before the call, `base` is the user's step size, `num_gradients`
-    counts the calls before. A rejected call leaves the averages as they are.
+    counts the calls before. A rejected call leaves these averages as they are;
+    `energies` also gets the steps that are rejected, from the caller.
     """
     shortest = resolution(sums.params_square)
     trust = history.turns.trust(end.turn_rate, sums, num_gradients)

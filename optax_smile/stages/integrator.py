@@ -122,8 +122,8 @@ class Momentum:
     - `kinetic_change` is the energy that a kick adds. For short lengths it is the length times the
       energy that a drift of unit length loses, so that the exact dynamics conserve the total.
 
-    `heading` says what the first and the last start from. The noise of `diffuse` and the norms in
-    `turn` are Euclidean.
+    `heading` says what `kick` and `kinetic_change` start from. The noise of `diffuse` and the norms
+    in `turn` are Euclidean.
 
     Attributes:
         scheme: the order of kicks and drifts.
@@ -190,7 +190,7 @@ class Momentum:
         return moved if inverse_scale is None else jax.tree.map(jnp.multiply, moved, inverse_scale)
 
     def init(self, params: optax.Params, step_length: jax.Array) -> MomentumState:
-        """Start at rest: the first kick sets the direction to steepest descent."""
+        """Start at rest, u = 0: `diffuse` draws u; without noise the first kick makes it -g / |g|."""
         zeros = jax.tree.map(jnp.zeros_like, params)
         return MomentumState(
             direction=zeros,
@@ -212,7 +212,7 @@ class Momentum:
         return self.drift(state.direction, self._length(self.scheme.drifts, state), inverse_scale)
 
     def close(self, state: MomentumState, sums: Sums) -> tuple[Heading, StepEnd]:
-        """Kick with the gradient at the end of the last drift; not at all if no step is open."""
+        """Kick after the last drift, the end of a step or its middle; none if no step is open."""
         num_parameters, num_drifts = _tree.size(state.direction), len(self.scheme.drifts)
         before = self.heading(state.moving, sums)
         length = self._length(self.scheme.kicks[1:], state)
@@ -288,7 +288,7 @@ class Momentum:
     def open(
         self, end: StepEnd, heading: Heading, step_length: jax.Array
     ) -> tuple[Heading, jax.Array]:
-        """Kick with the first kick of a step, not at all if one is under way; gain energy, nats."""
+        """Kick with the first kick of a step, none inside one, and return also its energy, nats."""
         length = self.scheme.kicks[0] * step_length.astype(end.step_length.dtype)
         given = heading, jnp.where(end.opens_step, length, 0), end.num_parameters
         return self.kick(*given), self.kinetic_change(*given)

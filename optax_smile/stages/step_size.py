@@ -193,7 +193,7 @@ class AngleTuner(Tuner):
         """Follow the average change of the gradients."""
         turn_rate, changes = evidence.turns.mean_turn_rate, evidence.changes
         change, resolution = jnp.sqrt(changes.mean_change_square), evidence.resolution
-        is_finite = evidence.error.finite
+        is_finite = evidence.error.all_finite
 
         def over(angle, rate):
             return angle / jnp.where(rate > 0, rate, angle)
