@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from optax_smile._types import Tree
 
 Real = Count = Flag = jax.Array
-KINDS = "Real", "Count", "Flag"
+KINDS = {"Real": jnp.floating, "Count": jnp.integer, "Flag": jnp.bool_}
 
 
 def pack(state: Tree) -> tuple[Tree, jax.Array, jax.Array, jax.Array]:
@@ -26,8 +26,12 @@ def pack(state: Tree) -> tuple[Tree, jax.Array, jax.Array, jax.Array]:
         parameters, its counters, int32, and its flags, bool, `[scalar]` each.
     """
     scalars: dict[str, list[jax.Array]] = {kind: [] for kind in KINDS}
-    # `append` returns None.
-    arrays = _map(lambda kind, x: scalars[kind].append(x), state)
+
+    def move(kind: str, scalar: jax.Array):
+        assert jnp.issubdtype(scalar.dtype, KINDS[kind]), f"{scalar.dtype} declared as {kind}"
+        scalars[kind].append(scalar)
+
+    arrays = _map(move, state)
     reals, counts, flags = map(jnp.stack, scalars.values())
     return arrays, reals, counts, flags
 
@@ -38,9 +42,9 @@ def unpack(arrays: Tree, *scalars: jax.Array) -> Tree:
     return _map(lambda kind, _: next(rest[kind]), arrays)
 
 
-def _map(function: Callable[[str, Tree], Tree], state: Tree) -> Tree:
+def _map(function: Callable[[str, Tree], object], state: Tree) -> Tree:
     """Replace the scalars of a state by `function(kind, scalar)`, in the order of the fields."""
-    if not hasattr(state, "_fields"):
+    if not type(state).__module__.startswith("optax_smile."):
         return state
     kinds = _kinds(type(state))
     fields = zip(state._fields, state, strict=True)
@@ -51,9 +55,7 @@ def _map(function: Callable[[str, Tree], Tree], state: Tree) -> Tree:
 
 @functools.cache
 def _kinds(state: type) -> dict[str, str]:
-    """Return the kind of each scalar of a class of this package, by the name of its field."""
-    if not state.__module__.startswith("optax_smile."):
-        return {}
+    """Return the kind of each scalar of a class, by the name of its field."""
     names = {x: getattr(hint, "__forward_arg__", "") for x, hint in state.__annotations__.items()}
     return {field: name for field, name in names.items() if name in KINDS}
 

@@ -78,7 +78,12 @@ def check(where: str, potential: Potential):
 
 
 def check_prior(where: str, potential: Potential, params: optax.Params):
-    """Require the prior to be numbers or prefixes of the parameter tree that fit its leaves."""
+    """Require the prior to be numbers or prefixes of the parameter tree that fit its leaves.
+
+    `optax.tree.map_params` calls `init` with a placeholder without leaves, which passes.
+    """
+    if not jax.tree.leaves(params):
+        return
     for argument in PRIOR:
         prefix = getattr(potential, argument)
         if isinstance(prefix, str):

@@ -22,6 +22,7 @@ from calls import FAMILIES, KEY, PARAMS, family
 import optax_smile
 from optax_smile import ArgumentError, _check, published
 from optax_smile.potential import PerParameter
+from optax_smile.state import STATE_FORMAT
 
 NOT_NUMBERS = ["x", None, True, np.ones(2), 1j]
 
@@ -319,7 +320,7 @@ MESSAGES: list[tuple[Any, str]] = [
     ),
     (
         lambda: update(state=optax.tree.set(build("psmile").init(PARAMS), state_format=1)),
-        "must be a state of format 8, got format 1. Another version of optax_smile wrote it",
+        f"must be a state of format {STATE_FORMAT}, got format 1. Another version of optax_smile",
     ),
     # What a state can be asked for.
     (lambda: optax_smile.stats(build("sgld")), "sampler, got the transformation. Pass what `init`"),

@@ -263,10 +263,24 @@ def test_a_transformation_its_arguments_and_field_names(case):
     # Hyperparameters may be traced.
     update = functools.partial(wrapped.update, value=1.0)
     assert types(jax.eval_shape(update, PARAMS, outer, PARAMS)[1]) == types(outer)
+    assert_mapped(tx)
+
+
+def assert_mapped(tx):
+    """Require that Optax finds the parts of the state that are like the parameters."""
     kinds: Any = {"layer": {"w": "W", "b": "B"}}
     drop: Any = {"transform_non_params": lambda _: None}
-    mapped = optax.tree.map_params(tx, lambda _, kind: kind, state, kinds, **drop)
+    mapped = optax.tree.map_params(tx, lambda _, kind: kind, tx.init(PARAMS), kinds, **drop)
     assert set(jax.tree.leaves(mapped)) == {"W", "B"}
+
+
+@pytest.mark.parametrize("prior", ["prior_precision", "prior_mean"])
+def test_optax_maps_over_states_with_any_prior(prior):
+    """As `parallel.init` on a mesh does."""
+    each: Any = {"layer": {"w": 1.0, "b": 2.0}}
+    own = {"log_prior": lambda params: -jnp.sum(params["layer"]["w"] ** 2), "prior_precision": 0}
+    assert_mapped(optax_smile.psmile(num_data=9, key=0, **{prior: each}))
+    assert_mapped(optax_smile.psmile(num_data=9, key=0, **own))
 
 
 # What the dynamics share.

@@ -3,6 +3,8 @@
 For the six names of a gradient on its way see `docs/architecture.md`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple

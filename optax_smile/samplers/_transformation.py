@@ -244,7 +244,8 @@ class Dynamics:
         updates, value = potential.with_log_prior(posterior, updates, value, params)
         call = Call(posterior, updates, passed, params, value)
         displacement, after = self.process(call, state._replace(prior_mean=None))
-        return displacement, PackedState.pack(after._replace(prior_mean=state.prior_mean))
+        after = PackedState.pack(after._replace(prior_mean=state.prior_mean))
+        return displacement, after._replace(reals=after.reals.astype(packed.reals.dtype))
 
     def split(self, data: jax.Array | None) -> tuple[jax.Array | None, Tree]:
         """Split the key of a state: the next one, and a typed key for the noise of this call."""
@@ -262,8 +263,8 @@ class Dynamics:
 
 def _shapes(state: PackedState) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a state by path. Those of a sketch depend on the devices."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    shapes = {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_none)
+    shapes = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}
     return {path: shape for path, shape in shapes.items() if ".sketch" not in path}
 
 

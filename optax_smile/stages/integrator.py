@@ -118,12 +118,14 @@ class Momentum:
     - `kick` turns the momentum of a `Heading`, whose norm stays 1. Two kicks with one gradient are
       one kick of their total length, and a kick of length 0 changes nothing.
     - `drift` computes a displacement. That of a negative length is the exact negative, to the bit,
-      since `displace` undoes a step by it. A drift of another form also needs another `step_start`.
+      since `displace` undoes a step by it. It works entry by entry, also on parts of a tree. A
+      drift of another form also needs another `step_start`.
     - `kinetic_change` is the energy that a kick adds. For short lengths it is the length times the
       energy that a drift of unit length loses, so that the exact dynamics conserve the total.
 
-    `heading` says what `kick` and `kinetic_change` start from. The noise of `diffuse` and the norms
-    in `turn` are Euclidean.
+    `heading` says what `kick` and `kinetic_change` start from. It knows Euclidean products, and
+    the noise of `diffuse` and the norms in `turn` are Euclidean: a norm whose steepest descent is
+    not along the gradient needs more.
 
     Attributes:
         scheme: the order of kicks and drifts.
@@ -190,7 +192,7 @@ class Momentum:
         return moved if inverse_scale is None else jax.tree.map(jnp.multiply, moved, inverse_scale)
 
     def init(self, params: optax.Params, step_length: jax.Array) -> MomentumState:
-        """Start at rest, u = 0: `diffuse` draws u; without noise the first kick makes it -g / |g|."""
+        """Start at rest, u = 0: `diffuse` draws u, or the first kick makes it -g / |g|."""
         zeros = jax.tree.map(jnp.zeros_like, params)
         return MomentumState(
             direction=zeros,
