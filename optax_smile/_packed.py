@@ -19,7 +19,7 @@ KINDS = {"Real": jnp.floating, "Count": jnp.integer, "Flag": jnp.bool_}
 
 
 def pack(state: Tree) -> tuple[Tree, jax.Array, jax.Array, jax.Array]:
-    """Move the scalars of a state to three arrays.
+    """Move the scalars of a state, of one chain or with leading axes, to three arrays.
 
     Returns:
         The state, with None in the place of each scalar; its real numbers, in the precision of the
@@ -32,12 +32,12 @@ def pack(state: Tree) -> tuple[Tree, jax.Array, jax.Array, jax.Array]:
         scalars[kind].append(scalar)
 
     arrays = _map(move, state)
-    reals, counts, flags = map(jnp.stack, scalars.values())
+    reals, counts, flags = (jnp.stack(x, axis=-1) for x in scalars.values())
     return arrays, reals, counts, flags
 
 
 def unpack(arrays: Tree, *scalars: jax.Array) -> Tree:
-    """Undo `pack`, of one chain or with leading axes."""
+    """Undo `pack`."""
     rest = {kind: iter(_split_last(array)) for kind, array in zip(KINDS, scalars, strict=True)}
     return _map(lambda kind, _: next(rest[kind]), arrays)
 

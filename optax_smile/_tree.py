@@ -79,20 +79,21 @@ def sums_and_sketch(trees: list[Tree], sketched: Tree) -> tuple[list[jax.Array],
     """Sum all entries of each of several trees, and sketch another, in one pass over memory.
 
     A sketch consists of sums over blocks of each leaf, with random signs that depend only on the
-    place: the mean of its square is that of the tree (Alon, Matias and Szegedy 1996). For a tree of
-    many blocks the square has a relative error of sqrt(2 / number of sums); a small leaf is its own
-    sketch.
+    place: the mean of its square is that of the tree (Alon, Matias and Szegedy 1996). For a tree
+    of many blocks the square has a relative error of sqrt(2 / number of sums); a small leaf is its
+    own sketch. The sketch is a tree of the same structure, with the sums for each of `NUM_SIGNS`
+    signs along the last axis of a large leaf.
 
     On one device, one reduction over blocks computes all sums of a leaf and stores none of the
     entries: float32 loses 1 % of ten million numbers that are added one after the other. Across
     devices such a reduction would gather its arrays. There each tree is summed by itself, a few
     leaves at a time, since the compiler joins only a few of the sums that cross devices.
 
-    All trees have the same shapes. The sketch is a tuple `[leaf]` of tuples of
-    `NUM_SIGNS` arrays, of one for a small leaf.
+    All trees have the same shapes.
     """
     columns = list(zip(*(jax.tree.leaves(tree) for tree in trees), strict=True))
-    signed = jax.tree.leaves(sketched) or [None] * len(columns)
+    signed, structure = jax.tree.flatten(sketched)
+    signed = signed or [None] * len(columns)
     parts, shared, sketches = [], [], []
     for leaves, leaf, inside in zip(columns, signed, _joined.insides(trees[0]), strict=True):
         is_small = leaves[0].size <= _joined.LARGEST or inside is not None
@@ -104,11 +105,11 @@ def sums_and_sketch(trees: list[Tree], sketched: Tree) -> tuple[list[jax.Array],
         elif leaves[0].size:
             totals, sketch = _block_sums(leaves, large)
             parts.append(totals)
-        sketches.append(tuple(sketch) or (leaf,))
+        sketches.append(jnp.stack(sketch, axis=-1) / math.sqrt(NUM_SIGNS) if sketch else leaf)
     parts += _shared_sums([leaves for leaves in shared if leaves[0].size])
     joined = [jnp.concatenate(column) for column in zip(*parts, strict=True)]
     totals = list(jnp.sum(jnp.stack(joined), axis=1))
-    return totals, None if sketched is None else tuple(sketches)
+    return totals, None if sketched is None else jax.tree.unflatten(structure, sketches)
 
 
 def fingerprint(tree: Tree) -> jax.Array:
@@ -132,40 +133,29 @@ def signed(tree: Tree) -> Tree:
     return jax.tree.unflatten(structure, [_signed(leaf, inside)[0] for leaf, inside in pairs])
 
 
-def empty_sketch(params: Tree) -> Tree:
-    """Return a sketch of zeros, sharded as that of the parameters will be."""
+def empty_sketch(tree: Tree) -> Tree:
+    """Sketch of zeros in the place of a tree, sharded as that of its leaves will be."""
 
-    def zeros(like: Tree, leaf: Tree) -> jax.Array:
-        if leaf is not None and leaf.shape == like.shape:
+    def zeros(leaf, like):
+        if leaf.shape == like.shape:
             return jnp.zeros_like(leaf)
         return jnp.zeros(like.shape, like.dtype, out_sharding=jax.typeof(like).sharding)
 
-    def sketch(tree: Tree) -> Tree:
-        tree = _joined.join(layout, tree)
-        return sums_and_sketch([tree], tree)[1]
-
-    leaves = jax.tree.leaves(params)
-    if not leaves:
-        # One array in the place of the sketch, for `optax.tree.map_params`.
-        return jnp.zeros(0)
-    layout = _joined.choose(params, SMALLEST_NETWORK)
+    leaves = jax.tree.leaves(tree)
     if any(AxisType.Manual in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves):
         # Inside a `shard_map` the zeros must vary over its axes as the leaves do.
-        return sketch(jax.tree.map(jnp.zeros_like, params))
-    if layout is not None:
-        pairs = zip(leaves, layout.is_small, strict=True)
-        leaves = [None, *(leaf for leaf, is_small in pairs if not is_small)]
-    pairs = zip(jax.eval_shape(sketch, params), leaves, strict=True)
-    return tuple(tuple(zeros(like, leaf) for like in likes) for likes, leaf in pairs)
+        empty = jax.tree.map(jnp.zeros_like, tree)
+        return sums_and_sketch([empty], empty)[1]
+    sketch = jax.eval_shape(lambda x: sums_and_sketch([x], x)[1], tree) if leaves else tree
+    return jax.tree.map(zeros, tree, sketch)
 
 
 def distance_square(first: Tree, second: Tree) -> jax.Array:
     """Estimate |x - y|^2 from the sketches of two trees x and y."""
-    squares = jax.tree.map(lambda x, y: jnp.square(x - y), first, second)
-    leaves = [leaf[sign % len(leaf)] for sign in range(NUM_SIGNS) for leaf in squares]
+    leaves = jax.tree.leaves(jax.tree.map(lambda x, y: jnp.square(x - y), first, second))
     parts = [jnp.sum(leaf)[None] for leaf in leaves if not is_shared(leaf)]
     parts += [part for (part,) in _shared_sums([(leaf,) for leaf in leaves if is_shared(leaf)])]
-    return jnp.sum(jnp.concatenate(parts)) / NUM_SIGNS
+    return jnp.sum(jnp.concatenate(parts))
 
 
 def is_shared(leaf: jax.Array) -> bool:

@@ -16,7 +16,6 @@ import pytest
 import optax_smile
 from optax_smile import Run
 from optax_smile.samplers._chain import PackedState
-from optax_smile.stages.probe import ProbeState
 
 CHAINS, NUM_DATA, DRAWS, THIN, WARMUP = 3, 140, 4, 3, 2
 STEPS = WARMUP + DRAWS * THIN
@@ -196,29 +195,22 @@ def follow(tx, key, params, gradient, calls, see=None, **given) -> Any:
     return jax.lax.scan(step, (params, state), calls)[1]
 
 
-def unpacked(tree: Any) -> Any:
-    """Replace the states of samplers by those with their scalars."""
-
-    def is_packed(node: Any) -> bool:
-        return isinstance(node, PackedState)
-
-    return jax.tree.map(lambda x: x.unpack() if is_packed(x) else x, tree, is_leaf=is_packed)
-
-
 def with_fields(state: Any, **fields: Any) -> Any:
     """Set fields of a sampler's state, scalars included."""
-    return PackedState.pack(optax.tree.set(state.unpack(), **fields))
+    after = PackedState.pack(optax.tree.set(state.unpack(), **fields))
+    return after._replace(state_format=state.state_format)
 
 
 def as_read(tree: Any, other: Any) -> Any:
     """Forget what probes read, since of sharded leaves they read less than those of another."""
 
-    def is_probe(node: Any) -> bool:
-        return isinstance(node, ProbeState)
+    def is_packed(node: Any) -> bool:
+        return isinstance(node, PackedState)
 
     def forget(node: Any, beside: Any) -> Any:
-        if not is_probe(node):
+        if not is_packed(node):
             return node
-        return node._replace(start=beside.start, num_read=beside.num_read)
+        probe = beside.unpack().probe
+        return with_fields(node, start=probe.start, num_read=probe.num_read)
 
-    return jax.tree.map(forget, unpacked(tree), unpacked(other), is_leaf=is_probe)
+    return jax.tree.map(forget, tree, other, is_leaf=is_packed)

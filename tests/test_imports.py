@@ -76,7 +76,7 @@ ROOMS = {
     "report": {"draws", "diagnostics", "metrics", "plots"},
     "interop": {"chains", "diagnostics", "draws", "samplers", "stages", "state"},
 }
-SHARED = "_call", "_chain", "_langevin", "_leaves", "_microcanonical"
+SHARED = "_chain", "_langevin", "_microcanonical", "_transformation"
 
 
 def room_of(module):

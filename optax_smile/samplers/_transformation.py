@@ -228,7 +228,7 @@ class Dynamics:
     ) -> tuple[optax.Updates, PackedState]:
         """One call, on trees of arrays: gradients and parameters have None for leaves at rest."""
         known = packed.like_params
-        if _shapes(packed) != _shapes(jax.eval_shape(self.init, known)):
+        if _kind(packed) != _kind(jax.eval_shape(self.init, known)):
             got = "one of another sampler, or with other settings"
             _check.fail(f"{self.name}.update", "state", state_of(self.name), got)
         state = packed.unpack()
@@ -245,7 +245,9 @@ class Dynamics:
         call = Call(posterior, updates, passed, params, value)
         displacement, after = self.process(call, state._replace(prior_mean=None))
         after = PackedState.pack(after._replace(prior_mean=state.prior_mean))
-        return displacement, after._replace(reals=after.reals.astype(packed.reals.dtype))
+        # A float64 argument does not widen the state.
+        reals = after.reals.astype(packed.reals.dtype)
+        return displacement, after._replace(reals=reals, state_format=packed.state_format)
 
     def split(self, data: jax.Array | None) -> tuple[jax.Array | None, Tree]:
         """Split the key of a state: the next one, and a typed key for the noise of this call."""
@@ -261,11 +263,10 @@ class Dynamics:
         return jax.random.key_data(key), noise_key
 
 
-def _shapes(state: PackedState) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a state by path. Those of a sketch depend on the devices."""
-    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_none)
-    shapes = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}
-    return {path: shape for path, shape in shapes.items() if ".sketch" not in path}
+def _kind(state: PackedState) -> tuple:
+    """Return what the states of two samplers differ in: their structure and number of scalars."""
+    numbers = [x.shape for x in (state.reals, state.counts, state.flags)]
+    return jax.tree.structure(state), numbers
 
 
 def state_of(name: str) -> str:

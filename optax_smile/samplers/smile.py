@@ -56,8 +56,8 @@ def smile(
             arguments, the return value and the errors see `psmile`.
 
     Cost: one gradient per call. State: one array of the size of the parameters, and a random
-    projection ("sketch") of the last gradient. The sketch is twice as large as a leaf of at most
-    1,024 entries, and about 1.6 % as large as a leaf of 16,384 or more. `"minimal_norm"` adds one
+    projection ("sketch") of the last gradient. The sketch is as large as a leaf of at most 1,024
+    entries, and about 1.6 % as large as a leaf of 16,384 or more. `"minimal_norm"` adds one
     array of the size of the parameters.
 
     Example:

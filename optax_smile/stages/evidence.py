@@ -344,9 +344,6 @@ class ChangeAverage(NamedTuple):
             The averages, and the angle per unit length by which this change turns the momentum; 0
             if it does not enter.
         """
-        if jax.tree.map(jnp.shape, sketch) != jax.tree.map(jnp.shape, self.sketch):
-            # The chain goes on with fewer leaves, or on other devices.
-            self = self._replace(sketch=sketch, is_comparable=jnp.zeros_like(self.is_comparable))
         unit = float(end.num_parameters - 1) ** 2
         square = _tree.distance_square(sketch, self.sketch) / 2 / unit
         gradient_square = sums.whitened_square / unit

@@ -267,7 +267,7 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
         ValueError: an argument out of range.
 
     Cost: the sketch by which the change is estimated: about 1.6 % of the size of leaves of 16,384
-    or more entries, twice the size of leaves of at most 1,024; no gradient, no `value`.
+    or more entries, all of leaves of at most 1,024; no gradient, no `value`.
 
     Example:
         >>> import jax, optax_smile
