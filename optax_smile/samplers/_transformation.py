@@ -228,7 +228,8 @@ class Dynamics:
     ) -> tuple[optax.Updates, PackedState]:
         """One call, on trees of arrays: gradients and parameters have None for leaves at rest."""
         known = packed.like_params
-        if _kind(packed) != _kind(jax.eval_shape(self.init, known)):
+        expected = jax.eval_shape(self.init, known)
+        if jax.tree.structure(packed) != jax.tree.structure(expected):
             got = "one of another sampler, or with other settings"
             _check.fail(f"{self.name}.update", "state", state_of(self.name), got)
         state = packed.unpack()
@@ -261,12 +262,6 @@ class Dynamics:
         typed = jax.random.wrap_key_data(data, impl=jax.random.key_impl(self.seed))
         key, noise_key = jax.random.split(typed)
         return jax.random.key_data(key), noise_key
-
-
-def _kind(state: PackedState) -> tuple:
-    """Return what the states of two samplers differ in: their structure and number of scalars."""
-    numbers = [x.shape for x in (state.reals, state.counts, state.flags)]
-    return jax.tree.structure(state), numbers
 
 
 def state_of(name: str) -> str:
