@@ -211,7 +211,7 @@ def test_a_signal_ends_the_training_after_the_epoch(in_one_go, tmp_path):
     ):
         alone = slow(Batches(3, send(SIGTERM)))
     with pytest.warns(
-        UserWarning, match=r"stopped by Ctrl-C after 3 of at most 40 .* repeat the call to resume\."
+        UserWarning, match=r"stopped by SIGINT after 3 of at most 40 .* repeat the call to resume\."
     ):
         got = slow(interrupted := Batches(3, send(SIGINT)), directory=tmp_path / "SIGINT")
     with pytest.raises(KeyboardInterrupt):

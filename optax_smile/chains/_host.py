@@ -24,6 +24,16 @@ def any_process(*flags: bool) -> list[bool]:
     return np.any(multihost_utils.process_allgather(np.array(flags)), axis=0).tolist()
 
 
+# Signals that end a run in order.
+SIGNALS = "SIGINT", "SIGTERM"
+
+
+def agree(signal: str | None, is_due: bool) -> tuple[str | None, bool]:
+    """Return a signal that any process received, and whether a checkpoint is due in any."""
+    *received, is_due = any_process(*(signal == name for name in SIGNALS), is_due)
+    return next(itertools.compress(SIGNALS, received), None), is_due
+
+
 class Position(NamedTuple):
     """A position in a `Stream`, in a form for JSON.
 
@@ -115,10 +125,6 @@ class Stream:
             at = f"batch {wanted[1]} of pass {wanted[0]}"
             rule = f"a stream that can return to {at}, where the run in the directory stopped"
             _check.fail("sample", "batches", rule, f"batch {self.taken} of pass {self.passes}")
-
-
-# Signals that end a run in order.
-SIGNALS = "SIGINT", "SIGTERM"
 
 
 @contextlib.contextmanager

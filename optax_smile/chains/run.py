@@ -7,7 +7,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import compress, islice
+from itertools import islice
 from typing import Literal, cast
 
 import jax
@@ -501,9 +501,7 @@ class Run:
         assert self._signal is not None
         if jax.process_count() > 1 and not is_tick and self.num_steps % AGREE_EVERY:
             return
-        received = [self._signal() == name for name in _host.SIGNALS]
-        *received, is_due = _host.any_process(*received, self._kept.is_due())
-        signal = next(compress(_host.SIGNALS, received), None)
+        signal, is_due = _host.agree(self._signal(), self._kept.is_due())
         if is_due or signal is not None:
             self.checkpoint()
         if signal is not None:

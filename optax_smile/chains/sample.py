@@ -167,7 +167,7 @@ def sample(
             checkpoint_minutes=checkpoint_minutes,
             dtype=dtype,
         ) as run,
-        Bar(num_warmup + num_draws * thin, "sampling", progress, compiles=True) as bar,
+        Bar(num_warmup + num_draws * thin, "sampling", progress) as bar,
         run.heeding(),
     ):
         _check_warmup(run, num_warmup)
@@ -215,7 +215,6 @@ def _check_warmup(run: Run, num_warmup: int):
 
 def _show(bar: Bar, run: Run):
     """Update the progress bar."""
-    bar.begin()
     stats = run.stats
     if np.all(np.isnan(stats["step_size"])):
         # An optimizer.

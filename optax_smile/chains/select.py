@@ -269,12 +269,10 @@ def select(
         # Steps of each candidate.
         done = {x: end for (end, _), scores in zip(rounds, found, strict=True) for x in scores}
         total = plan.end + sum(end * num_dropped for end, num_dropped in rounds)
-        bar = closing.enter_context(Bar(total, "selecting", progress, compiles=True))
+        bar = closing.enter_context(Bar(total, "selecting", progress))
 
         def show(name: str, step: int):
             done[name] = step
-            if step:
-                bar.begin()
             bar.show(sum(done.values()), candidate=name)
 
         predictor = Predictor(apply_fn, validation[0], **read)

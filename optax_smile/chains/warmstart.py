@@ -95,9 +95,8 @@ def warmstart(
     """Train the members of a deep ensemble in parallel, each with its own early stopping.
 
     Args:
-        loss_fn: scalar mean loss `loss_fn(params, batch)` without the prior, as for `sample`. If
-            `aux` is given, `warmstart` calls it as `loss_fn(params, batch, aux=aux)`, and it
-            returns `(loss, new_aux)`. If `stochastic` is True, it also receives `key=`.
+        loss_fn, aux, stochastic, mesh, specs, progress: as for `sample`, with members in place of
+            chains.
         init_fn: `init_fn(key)` returns the initial parameters of a member.
         batches: iterable of batches. `warmstart` iterates over it once per epoch. Each new batch
             shape causes a compilation.
@@ -110,24 +109,16 @@ def warmstart(
             and returns the weights with the smallest loss. None: it returns the last weights.
         patience: >= 1. A member is finished after this many epochs in a row without a smaller
             validation loss. The training ends when all members are finished.
-        aux: initial auxiliary state of the model, such as running means of BatchNorm, each leaf
-            `[member, ...]`.
-        stochastic: whether the loss is random, as with dropout. It then receives a new `key=` for
-            each step and each validation.
         per_member: whether each batch has a leading member axis; otherwise members share batches.
-        mesh: devices; members are spread over the axis `"chain"`, see `parallel`.
-        specs: how the parameters of one member are sharded, see `parallel.place`.
         directory: directory for checkpoints, which are written at the end of epochs. A call with
-            the same directory resumes the training, or returns at once if it is finished. Of
-            what defines the training only `num_epochs` may change; what the loss and the optimizer
-            compute is not compared. If
+            the same directory resumes the training, or returns at once if it is finished. Only
+            `num_epochs` may change; what the loss and the optimizer compute is not compared. If
             `batches` is no list or tuple, a resumed call first iterates over it once for each
             finished epoch, which restores the order of batches that are shuffled with a fixed seed.
         check: test the loss on the first batch, unless it is `stochastic`, and warn if it looks
             like a sum over the examples. Warn of members with equal initial parameters.
         checkpoint_minutes: smallest number of minutes between checkpoints, >= 0. One is always
             written at the end.
-        progress: show a progress bar, if tqdm is installed.
 
     Returns:
         Parameters of all members, each leaf `[member, ...]`: for each member the weights with the
@@ -185,7 +176,7 @@ def warmstart(
     hint = _checks.advice_on_single(batches)
     losses = _checks.Losses("warmstart", loss, num_members, per_member, mesh, hint)
     shared_losses = _checks.Losses("warmstart", loss, num_members, False, mesh)
-    epoch, is_stopped, is_killed, checkpoints = 0, False, False, None
+    epoch, signal, checkpoints = 0, None, None
     identity: Options = {}
     with ExitStack() as closing:
         if directory is not None:
@@ -206,8 +197,9 @@ def warmstart(
                 _directory.check_settings("warmstart", folder, place["run"], identity)
             if restored := checkpoints.restore(members):
                 members, epoch = restored[0], restored[1]["epoch"]
-        bar = closing.enter_context(Bar(num_epochs, "warm start", progress, compiles=True))
+        bar = closing.enter_context(Bar(num_epochs, "warm start", progress))
         stop_requested = closing.enter_context(_host.stop_signals())
+        first_epoch = epoch
         if epoch < num_epochs and not _are_done(members, patience):
             # To the order that a shuffled pass has next; passes over a list are all equal.
             for _ in range(0 if isinstance(batches, Sequence) else epoch):
@@ -218,7 +210,7 @@ def warmstart(
                 f"`warmstart`: the training in {directory} is finished. Its {num_members} members,"
                 f" trained for {epoch} epochs, are returned."
             )
-        while epoch < num_epochs and not is_stopped and not _are_done(members, patience):
+        while epoch < num_epochs and not signal and not _are_done(members, patience):
             num_batches, copies = 0, not isinstance(batches, (list, tuple))
             for num_batches, given in enumerate(batches, 1):
                 batch = _tree.as_numeric("warmstart", "batches", given, copy=copies)
@@ -236,29 +228,28 @@ def warmstart(
                         ):
                             _check.fail("warmstart", "validation", "finite", "nan or inf")
                 members = train(members, losses.put(batch))
-                bar.begin()
+                if epoch == first_epoch and num_batches == 1:
+                    bar.show(epoch)
             epoch += 1
             if not num_batches:
                 rule = "an iterable that yields batches in every epoch, such as a list"
                 _check.fail("warmstart", "batches", rule, f"none in epoch {epoch}")
             members = judge(members, held_out)
             bar.show(epoch, loss=f"{np.mean(_tree.local(members.best_loss)):.4f}")
-            due = checkpoints is not None and checkpoints.is_due()
-            signal = stop_requested()
-            flags = signal is not None, signal == "SIGTERM", due
-            is_stopped, is_killed, due = _host.any_process(*flags)
-            if checkpoints is not None and due:
+            is_due = checkpoints is not None and checkpoints.is_due()
+            signal, is_due = _host.agree(stop_requested(), is_due)
+            if checkpoints is not None and is_due:
                 checkpoints.save(epoch, members, {"epoch": epoch, "run": identity})
-        if epoch < num_epochs and not is_stopped:
+        if epoch < num_epochs and not signal:
             bar.end("no smaller validation loss")
         if checkpoints is not None:
             checkpoints.save(epoch, members, {"epoch": epoch, "run": identity})
-    if is_stopped:
+    if signal:
         # The members may be half trained.
-        by, resume = "SIGTERM" if is_killed else "Ctrl-C", _directory.how_to_resume(directory)
         epochs = f"{epoch} of at most {num_epochs} epochs"
-        message = f"`warmstart` was stopped by {by} after {epochs}. {resume}"
-        if is_killed and directory is not None:
+        message = f"`warmstart` was stopped by {signal} after {epochs}. "
+        message += _directory.how_to_resume(directory)
+        if signal == "SIGTERM" and directory is not None:
             raise KeyboardInterrupt(message)
         warn(message)
     lost = np.flatnonzero(~np.isfinite(_tree.local(members.best_loss))).tolist()
