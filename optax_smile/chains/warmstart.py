@@ -282,11 +282,9 @@ def _begin(
     keys = parallel._split_key(key, num_members, mesh=mesh)
     like = jax.ShapeDtypeStruct(keys.shape, keys.dtype)
     shapes = _check.traced("warmstart", "init_fn", jax.vmap(init_fn), like, rule=INIT_RULE)
-    leaves = jax.tree.leaves(shapes)
-    others = [x.dtype for x in leaves if not jnp.issubdtype(x.dtype, jnp.inexact)]
-    if not leaves or others:
-        got = others[0] if others else _check.cut(shapes)
-        _check.fail("warmstart", "init_fn", INIT_RULE, f"one that returns {got}")
+    dtypes = [x.dtype for x in jax.tree.leaves(shapes)]
+    if not dtypes or not all(jnp.issubdtype(x, jnp.inexact) for x in dtypes):
+        _check.fail("warmstart", "init_fn", INIT_RULE, f"one that returns {_check.cut(shapes)}")
     own = parallel._shardings("warmstart", shapes, mesh, specs, "params")
     initialize = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)
     params = initialize(keys)
@@ -396,9 +394,9 @@ def chains_from_weights(
     _check.Tree(WEIGHTS.text, finite=True)(where, "weights", weights)
     for tree in weights[1:]:
         _tree.check_alike(where, "weights", tree, weights[0], "the first tree")
-    kinds = {jnp.result_type(leaf) for leaf in jax.tree.leaves(weights[0])}
-    if others := [x for x in kinds if not jnp.issubdtype(x, jnp.inexact)]:
-        _check.fail(where, "weights", "floating-point parameters", f"{others[0]}")
+    for leaf in jax.tree.leaves(weights[0]):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            _check.fail(where, "weights", "floating-point parameters", jnp.result_type(leaf))
     num_chains = len(weights) if num_chains is None else num_chains
     if num_chains < len(weights):
         rule = f"at least {len(weights)}, the number of `weights`"
@@ -412,14 +410,13 @@ def chains_from_weights(
     purpose = "for the jitter that separates chains with equal initial weights"
     drawn = _check.Key(True, purpose)(where, "key", key)
 
-    def size(x):
-        return jnp.sqrt(jnp.mean(x**2, axis=tuple(range(1, x.ndim)), keepdims=True))
+    def disturb(chain, noise):
+        sizes = jax.tree.map(lambda x: jnp.sqrt(jnp.mean(x**2)), chain)
+        are_zero = jnp.all(jnp.stack([size == 0 for size in jax.tree.leaves(sizes)]))
 
-    sizes = jnp.stack([size(x).ravel() for x in jax.tree.leaves(chains)])
-    are_zero = jnp.all(sizes == 0, axis=0)
+        def disturb_leaf(x, size, y):
+            return x + jitter * jnp.where(are_zero, 1, size) * y
 
-    def disturb(x, noise):
-        unit = jnp.where(are_zero.reshape(-1, *[1] * (x.ndim - 1)), 1, size(x))
-        return x + jitter * unit * noise
+        return jax.tree.map(disturb_leaf, chain, sizes, noise)
 
-    return jax.tree.map(disturb, chains, _tree.normal_like(drawn, chains))
+    return jax.vmap(disturb)(chains, _tree.normal_like(drawn, chains))
