@@ -214,8 +214,7 @@ class Losses:
         if self.per_chain:
             rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
             if rows != {(number,)}:
-                name = "per_member" if where == "warmstart" else "per_chain"
-                rule = f"batches whose leaves have a leading axis of {number}, with `{name}`"
+                rule = f"batches whose leaves have a leading axis of {number}, with `per_chain`"
                 _check.fail(where, "batches", rule, f"the leading axes {sorted(rows)}")
         rule = "a function that returns a scalar mean loss"
         if argument != "loss_fn":

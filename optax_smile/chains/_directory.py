@@ -181,7 +181,6 @@ class DirectoryRun(Checkpoints):
         settings: Options,
         *,
         dtype: str | None,
-        resume: bool,
         minutes: float,
         closing: contextlib.ExitStack,
     ):
@@ -198,7 +197,7 @@ class DirectoryRun(Checkpoints):
         self.files = _format.DrawFiles(self.directory, _format.leaves_of(start), dtype)
         closing.callback(self.files.close)
         self.warned = set[str]()
-        self.is_resumed = self._find(resume)
+        self.is_resumed = self._find()
         # Several processes would have to read the chains of others.
         if self.is_resumed and jax.process_count() == 1:
             names, leaves = (leaf.name for leaf in self.files.leaves), jax.tree.leaves(start)
@@ -215,19 +214,16 @@ class DirectoryRun(Checkpoints):
         if not self.is_resumed:
             self.files.write(_format.START, 0, start, {})
 
-    def _find(self, resume: bool) -> bool:
+    def _find(self) -> bool:
         """Return whether there is a run to resume, and require that it is this one."""
         has_draws, newest = _format.has_draws(self.directory), self.newest()
         self.place()
         before = None
         if newest is not None or os.path.lexists(self.directory / _format.MANIFEST):
             before = _format.read_manifest("sample", self.directory)
-        rule, got = "", f"{self.directory} with a run"
-        if not resume and (has_draws or newest is not None):
-            rule = "a directory without draws, since `resume` is False"
-        elif newest is None and has_draws:
-            rule, got = "a directory with a checkpoint to resume from", f"{got} but no checkpoint"
-        if rule:
+        if newest is None and has_draws:
+            rule = "a directory with a checkpoint to resume from"
+            got = f"{self.directory} with a run but no checkpoint"
             _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
         if before is None or not (newest or has_draws):
             return False

@@ -80,7 +80,6 @@ class _Batches(_check.Constraint):
     params=_check.Tree(),
     batch=_Batches(),
     sampler=_check.TRANSFORMATION,
-    num_data=_check.Real(1, large=True, traced=False) | None,
     state=_check.Where("the state of an optax_smile sampler", samplers) | None,
     aux=_check.Tree() | None,
     loss_fn=_checks.Loss(),
@@ -91,7 +90,6 @@ def check(
     batch: Batch,
     sampler: optax.GradientTransformation,
     *,
-    num_data: float | None = None,
     state: Tree = None,
     aux: Tree = None,
     stochastic: bool = False,
@@ -107,7 +105,7 @@ def check(
     | penalty | a loss with weight decay or a prior in it |
     | logits | a loss of probabilities that takes logits |
     | pairs | a loss that compares each output with all targets |
-    | num_data | a `num_data` of the sampler that does not fit the batches or `num_data` here |
+    | num_data | a `num_data` of the sampler that does not fit the batches |
     | batch sizes | batches of different sizes, which weight their examples unequally |
     | two gradients | an even number of batches for a sampler with two gradients per step |
     | empty batches | batches without examples |
@@ -130,8 +128,6 @@ def check(
             within a factor of 10, or its tokens (entries of an integer array
             `[example, position]`) within a factor of 4.
         sampler: the complete transformation of the loop, such as an `optax.chain`.
-        num_data: number of terms that the mean loss averages over the whole data set, examples or
-            tokens, >= 1. The `num_data` of the sampler must be equal to it. None: not compared.
         state: what `init` returned, if the loop runs several chains under `vmap`. Each leaf of
             `state`, `params` and `aux` then has a leading chain axis. None: one chain.
         aux: auxiliary state of the model.
@@ -165,16 +161,14 @@ def check(
     if settings is None:
         rule = "a transformation that contains an optax_smile sampler"
         _check.fail("check", "sampler", rule, "one without")
-    checks = [*_of_data(batches, is_whole, settings, num_data)]
+    checks = [*_of_data(batches, is_whole, settings)]
     usable = [part for part in batches if _checks.size(part, False) != 0]
     if usable:
         checks += _of_chains(loss_fn, params, usable, sampler, state, aux, stochastic)
     return CheckReport(tuple(checks))
 
 
-def _of_data(
-    batches: list[Batch], is_whole: bool, settings: Options, num_data: float | None
-) -> Iterator[Check]:
+def _of_data(batches: list[Batch], is_whole: bool, settings: Options) -> Iterator[Check]:
     """Test the batches."""
     sizes = [_checks.size(part, False) for part in batches]
     empty = [number for number, rows in enumerate(sizes) if rows == 0]
@@ -186,17 +180,12 @@ def _of_data(
     if is_whole and len(batches) % 2 == 0 and _settings.gradients_per_step(settings) == 2:
         text = f"in passes over these {len(batches)}, a batch always gets the same of two weights."
         yield _checks.judge("two gradients", (len(batches),), 1.0, False, text, ALTERNATE)
-    own = settings.get("num_data")
-    tests = [_checks.at_least(batches[0], own, False)]
-    if is_whole:
-        tests.append(_checks.amount(batches, own, False))
-    if num_data is not None and isinstance(own, int | float):
-        text = f"the sampler has num_data={own:g}, and the data set {num_data:g}."
-        numbers = (float(own),), float(num_data)
-        tests.append(_checks.judge("num_data", *numbers, own == num_data, text, _checks.NUM_DATA))
-    made = [test for test in tests if test is not None]
-    # One line per mistake.
-    yield from [test for test in made if not test.passed][:1] or made[-1:]
+    num_data = settings.get("num_data")
+    test = _checks.at_least(batches[0], num_data, False)
+    if is_whole and (of_all := _checks.amount(batches, num_data, False)):
+        test = of_all
+    if test:
+        yield test
 
 
 def _of_chains(

@@ -134,7 +134,6 @@ class Run:
         mesh: Mesh | None = None,
         specs: Tree = None,
         directory: str | os.PathLike[str] | None = None,
-        resume: bool = True,
         check: bool = True,
         checkpoint_minutes: float = 5.0,
         dtype: _format.StoredDtype | None = None,
@@ -205,7 +204,6 @@ class Run:
                     start,
                     same,
                     dtype=dtype,
-                    resume=resume,
                     minutes=checkpoint_minutes,
                     closing=closing,
                 )

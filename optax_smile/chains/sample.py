@@ -38,7 +38,6 @@ def sample(
     mesh: Mesh | None = None,
     specs: Tree = None,
     directory: str | os.PathLike[str] | None = None,
-    resume: bool = True,
     check: bool = True,
     checkpoint_minutes: float = 5.0,
     dtype: StoredDtype | None = None,
@@ -87,14 +86,13 @@ def sample(
             `"data"`, over which the examples of a batch are spread; see `parallel`. None: one
             device.
         specs: how the parameters of one chain are sharded, see `parallel.place`.
-        directory: directory for draws and checkpoints, written while the chains run. None: keep
-            the draws in host memory.
-        resume: True: if the directory holds a run, continue it from its newest checkpoint. These
-            must be unchanged: sampler, key, shapes, `dtype`, `num_warmup`, `thin`, `batch_per`,
-            `stochastic`, `per_chain` and, if `batches` is a list, the number and the shapes of the
-            batches. Other `params` are ignored, with a warning. The code of functions is not
-            compared. A larger `num_draws` extends a finished run; without it, the stored draws are
-            returned, with a warning. False: the directory must not hold a run.
+        directory: directory for draws and checkpoints, written while the chains run. If it holds a
+            run, `sample` continues it from its newest checkpoint. These must be unchanged: sampler,
+            key, shapes, `dtype`, `num_warmup`, `thin`, `batch_per`, `stochastic`, `per_chain` and,
+            if `batches` is a list, the number and the shapes of the batches. Other `params` are
+            ignored, with a warning. The code of functions is not compared. A larger `num_draws`
+            extends a finished run; without it, the stored draws are returned, with a warning. None:
+            keep the draws in host memory.
         check: warn of what `optax_smile.check` calls mistakes, as far as the loss, the batches and
             the first steps show them; at the end, warn if gradients were not finite, or if a clip
             before the sampler shortened them. This costs a few forward passes, and 32 more if the
@@ -162,7 +160,6 @@ def sample(
             mesh=mesh,
             specs=specs,
             directory=directory,
-            resume=resume,
             check=check,
             checkpoint_minutes=checkpoint_minutes,
             dtype=dtype,

@@ -84,7 +84,6 @@ def warmstart(
     patience: int = 10,
     aux: Tree = None,
     stochastic: bool = False,
-    per_member: bool = False,
     mesh: Mesh | None = None,
     specs: Tree = None,
     directory: str | os.PathLike[str] | None = None,
@@ -109,7 +108,6 @@ def warmstart(
             and returns the weights with the smallest loss. None: it returns the last weights.
         patience: >= 1. A member is finished after this many epochs in a row without a smaller
             validation loss. The training ends when all members are finished.
-        per_member: whether each batch has a leading member axis; otherwise members share batches.
         directory: directory for checkpoints, which are written at the end of epochs. A call with
             the same directory resumes the training, or returns at once if it is finished. Only
             `num_epochs` may change; what the loss and the optimizer compute is not compared. If
@@ -162,7 +160,7 @@ def warmstart(
             "`warmstart`: `optimizer` is a sampler, so it returns draws instead of trained weights."
             " Pass an optimizer to `warmstart`. Pass the sampler to `sample`."
         )
-    elif check and not per_member and not stochastic:
+    elif check and not stochastic:
         first = _tree.first_alike(_tree.local(members.params))
         if copies := [member for member, like in enumerate(first) if first.count(like) > 1]:
             warn(
@@ -170,12 +168,11 @@ def warmstart(
                 f" {copies}. Does it use its key?"
             )
     train_one, judge_one = _steps(loss, optimizer, patience, validation is None)
-    train = parallel.step(train_one, members, mesh=mesh, per_chain=per_member)
+    train = parallel.step(train_one, members, mesh=mesh)
     judge = parallel.step(judge_one, members, mesh=mesh)
     held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
     hint = _checks.advice_on_single(batches)
-    losses = _checks.Losses("warmstart", loss, num_members, per_member, mesh, hint)
-    shared_losses = _checks.Losses("warmstart", loss, num_members, False, mesh)
+    losses = _checks.Losses("warmstart", loss, num_members, False, mesh, hint)
     epoch, signal, checkpoints = 0, None, None
     identity: Options = {}
     with ExitStack() as closing:
@@ -183,7 +180,6 @@ def warmstart(
             batch = None if validation is None else jax.tree.map(np.shape, validation)
             identity = {
                 "stochastic": stochastic,
-                "per_member": per_member,
                 "num_members": num_members,
                 "patience": patience,
                 "key": np.asarray(jax.random.key_data(typed)).tolist(),
@@ -218,13 +214,13 @@ def warmstart(
                     losses.check(members, batch)
                     if check and not stochastic:
                         of_batch = partial(losses, members)
-                        _checks.warn_of_sum("warmstart", of_batch, batch, per_member, mesh)
+                        _checks.warn_of_sum("warmstart", of_batch, batch, False, mesh)
                     if validation is not None:
                         with _check.called("warmstart", "warmstart", batches="validation"):
-                            shared_losses.check(members, validation, "validation")
+                            losses.check(members, validation, "validation")
                         # A loss may ignore missing numbers.
                         if not _checks.is_finite(validation) and not np.any(
-                            np.isfinite(_tree.local(shared_losses(members, validation)))
+                            np.isfinite(_tree.local(losses(members, validation)))
                         ):
                             _check.fail("warmstart", "validation", "finite", "nan or inf")
                 members = train(members, losses.put(batch))
