@@ -175,7 +175,7 @@ def test_signals_end_a_run_in_order_and_a_second_control_c_at_once(tmp_path, who
         # One warning, at the line that calls `sample`.
         (warning,) = seen
         assert f"checkpoint is in {directory}: repeat the call to resume" in str(warning.message)
-        assert f"`draws.interrupted` is '{number.name}': a script" in str(warning.message)
+        assert "See `interrupted` of the result: a script" in str(warning.message)
         assert warning.filename == runs.__file__
     twice = tmp_path / "twice"
     with pytest.raises(KeyboardInterrupt, match="^Interrupted twice"):
@@ -259,7 +259,7 @@ def test_what_cannot_be_resumed(half, copied):
         run(copied)
 
 
-def test_a_directory_of_another_format_is_refused_and_its_version_named(copied, tmp_path):
+def test_a_directory_of_another_format_is_refused_and_its_version_named(copied):
     file = copied / "manifest.json"
     given = json.loads(file.read_text()) | {"format": 3, "versions": {"optax-smile": "0.0.7"}}
     file.write_text(json.dumps(given))
@@ -267,9 +267,6 @@ def test_a_directory_of_another_format_is_refused_and_its_version_named(copied, 
         rule = rf"`{name}.* of format 4, got format 3 in {file}, written by optax_smile 0.0.7"
         with pytest.raises(ValueError, match=rule):
             read(copied)
-    (tmp_path / "start" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"`warmstart\(.* of format 4, got .* older version"):
-        train(tmp_path / "start")
 
 
 def train(directory, optimizer=None):

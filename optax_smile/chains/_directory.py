@@ -77,9 +77,6 @@ class Checkpoints:
     def __init__(self, directory: Path, minutes: float, where: str = "sample"):
         self.directory, self.minutes, self.where = directory.absolute(), minutes, where
         self.saved_at = time.monotonic()
-        if os.path.lexists(old := self.directory / "checkpoints"):
-            rule, got = f"a directory of format {_format.FORMAT}", f"{old} of an older version"
-            _check.fail(where, "directory", rule, got, "Choose another directory.")
 
     def newest(self) -> int | None:
         """Return the number of the newest checkpoint; None without one."""
@@ -218,14 +215,14 @@ class DirectoryRun(Checkpoints):
         """Return whether there is a run to resume, and require that it is this one."""
         has_draws, newest = _format.has_draws(self.directory), self.newest()
         self.place()
-        before = None
-        if newest is not None or os.path.lexists(self.directory / _format.MANIFEST):
-            before = _format.read_manifest("sample", self.directory)
         if newest is None and has_draws:
             rule = "a directory with a checkpoint to resume from"
             got = f"{self.directory} with a run but no checkpoint"
             _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
-        if before is None or not (newest or has_draws):
+        if newest is None and not os.path.lexists(self.directory / _format.MANIFEST):
+            return False
+        before = _format.read_manifest("sample", self.directory)
+        if not newest and not has_draws:
             return False
         check_run("sample", self.directory, before, self.manifest)
         # Also where its draws are.

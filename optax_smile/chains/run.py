@@ -40,12 +40,15 @@ LEFT = (
 )
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM, between two steps; `signal` is `"SIGINT"` or `"SIGTERM"`."""
+# What follows the message of an interrupt after which the draws so far are returned.
+EXIT = (
+    "See `interrupted` of the result: a script that is to be started again must exit with a status"
+    " other than 0."
+)
 
-    def __init__(self, message: str, signal: str):
-        super().__init__(message)
-        self.signal = signal
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM, between two steps."""
 
 
 def _method(function: _check.Function_) -> _check.Function_:
@@ -181,6 +184,7 @@ class Run:
         self._loop: object = None
         self._asked = 0, 0
         self._signal: Callable[[], str | None] | None = None
+        self._interrupted: str | None = None  # The signal that ended the last call.
         self._refusal = ""  # Why the run cannot go on.
         self._has_warned = False
         start, settings = self._chains.draw(), self._chains.settings
@@ -383,7 +387,9 @@ class Run:
             self.checkpoint()
         if self._warns and not self._is_optimizer and self._gradients is not None:
             _checks.warn_of_gradients(self.where, self._gradients)
-        return self._kept.result()
+        draws = self._kept.result()
+        vars(draws).update(interrupted=self._interrupted)
+        return draws
 
     @_method
     def close(self):
@@ -441,6 +447,7 @@ class Run:
     @_method
     def _go_to(self, end: int, trace: bool = True) -> bool:
         """Run to a step, and keep its statistics; return False if the batches run out before."""
+        self._interrupted = None
         is_place = self._kept.begun is not None and end == self._next_draw()
         with self.heeding():
             for batches, position in self._dispatches(end):
@@ -503,11 +510,10 @@ class Run:
         if is_due or signal is not None:
             self.checkpoint()
         if signal is not None:
+            self._interrupted = signal
             made = f"{self.num_steps} steps and {_table.counted(self._num_kept, 'draw')} per chain"
             resume = how_to_resume(self._directory)
-            raise Interrupted(
-                f"`{self.where}` was stopped by {signal} after {made}. {resume}", signal
-            )
+            raise Interrupted(f"`{self.where}` was stopped by {signal} after {made}. {resume}")
 
     @_method
     def checkpoint(self):

@@ -20,7 +20,7 @@ from optax_smile._bar import Bar
 from optax_smile._table import aligned
 from optax_smile._types import Batch, Options, Output, Tree, Unchecked, by_identity
 from optax_smile._warn import warn
-from optax_smile.chains.run import Interrupted, Run
+from optax_smile.chains.run import EXIT, Interrupted, Run
 from optax_smile.draws import _checks as _draw_checks
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import Predictor, predict
@@ -276,7 +276,7 @@ def select(
             bar.show(sum(done.values()), candidate=name)
 
         predictor = Predictor(apply_fn, validation[0], **read)
-        running, finalists, signal = [*candidates], Scores(), None
+        running, finalists = [*candidates], Scores()
         try:
             for (end, num_dropped), scores in zip(rounds, found, strict=True):
                 for name in _contenders(running, finalists, scores):
@@ -303,12 +303,9 @@ def select(
         except Interrupted as interrupt:
             if len(running) > 1 or not run(running[0]).num_draws:
                 raise
-            signal = interrupt.signal
-            rest = "a script that is to be started again must exit with a status other than 0."
-            warn(f"{interrupt} `selection.interrupted` is {signal!r}: {rest}")
+            warn(f"{interrupt} {EXIT}")
         (best,) = running
         draws, total_steps, final_lppd = run(best).snapshots(), run(best).num_steps, -np.inf
-        vars(draws).update(interrupted=signal)
         # A chain may have become non-finite after the last round.
         with contextlib.suppress(ValueError):
             final = predict(apply_fn, draws, validation[0], **read)
