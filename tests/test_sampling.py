@@ -368,7 +368,7 @@ def test_one_batch_and_networks_that_are_not_stacked_are_told_apart():
     one = {"w": jnp.ones((2, 4)), "b": jnp.zeros(4)}
     for params, advice in (
         (one, r"For one network, use `chains_from_weights\(\[params\]"),
-        ([one, one, one], r"If these are 3 networks, use `chains_from_weights\(params\)`\."),
+        ([one, one, one], r"for a list of networks, `chains_from_weights\(params\)`\."),
         ((one["w"], one["b"]), "For one network"),
     ):
         with pytest.raises(ValueError, match=rf"`sample\(params=...\)` must .*{advice}"):

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _tree, parallel
+from optax_smile import _check, _table, _tree, parallel
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _program
@@ -20,6 +20,10 @@ from optax_smile.diagnostics.findings import Check, chooser
 from optax_smile.potential import Potential, excess_loss, least_excess_loss
 from optax_smile.state import MOST_RISE, SamplerState, find
 
+# Losses `[chain]` of a batch, at the parameters of the chains or at others.
+ChainLosses: TypeAlias = Callable[..., jax.Array]
+# A loss in the form `(params, aux, key, batch) -> (loss, aux)`, see `loss_of`.
+FullLoss: TypeAlias = Callable[..., tuple[jax.Array, Tree]]
 # A loss whose halves add up to the whole within this relative difference is a sum.
 NEAR_ONE = 0.05
 # `num_data` and the examples of a list may differ by less than this factor: lists may be a part of
@@ -110,22 +114,11 @@ def warn_if_failed(where: str, check: Check | None):
         warn(f"`{where}`: {check.text} {check.advice}")
 
 
-# The start of all chains.
-
-
-class Starts(_check.Constraint):
-    """Parameters `[chain, ...]`, with advice on how to make them from one or several networks."""
-
-    text = parallel.STACKED.rule
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        advice = "For one network, use `chains_from_weights([params], num_chains=4, key=0)`."
-        are_trees = isinstance(value, (list, tuple)) and not any(hasattr(x, "shape") for x in value)
-        structures = [*map(jax.tree.structure, value)] if are_trees else []
-        if len(structures) > 1 and all(one == structures[0] for one in structures):
-            advice = f"If these are {len(value)} networks, use `chains_from_weights(params)`."
-        return dataclasses.replace(parallel.STACKED, advice=advice)(where, argument, value, given)
-
+STARTS = dataclasses.replace(
+    parallel.STACKED,
+    advice="For one network, use `chains_from_weights([params], num_chains=4, key=0)`; for a list"
+    " of networks, `chains_from_weights(params)`.",
+)
 
 # The loss.
 
@@ -144,7 +137,7 @@ class Loss(_check.Constraint):
 
 def loss_of(
     where: str, loss_fn: Callable[..., Output], has_aux: bool, is_stochastic: bool
-) -> Callable[..., tuple[jax.Array, Tree]]:
+) -> FullLoss:
     """Convert a loss to the form `(params, aux, key, batch) -> (loss, aux)`."""
 
     def loss(params, aux, key, batch) -> Tree:
@@ -153,9 +146,7 @@ def loss_of(
             extras["key"] = key
         result = loss_fn(params, batch, **extras)
         if isinstance(result, tuple) != has_aux or has_aux and len(result) != 2:
-            rule = (
-                "a function that returns a scalar mean loss, or with `aux=` a pair (loss, new_aux)"
-            )
+            rule = "a function that returns a scalar loss, or with `aux=` a pair (loss, new_aux)"
             _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(result)}")
         result = result if has_aux else (result, None)
         given, new = (jax.tree.map(jnp.shape, x) for x in (aux, result[1]))
@@ -173,7 +164,7 @@ class Losses:
     def __init__(
         self,
         where: str,
-        loss: Callable[..., tuple[jax.Array, Tree]],
+        loss: FullLoss,
         number: int,
         per_chain: bool,
         mesh: Mesh | None,
@@ -193,10 +184,8 @@ class Losses:
 
     def put(self, batch: Batch, stacked: bool = False) -> Batch:
         """Put a batch, or a stack of batches, on the devices."""
-        if self.mesh is None:
-            return batch
-        axes = {"per_chain": self.per_chain, "stacked": stacked}
-        return parallel.place_batch(batch, mesh=self.mesh, **axes)
+        given = {"mesh": self.mesh, "per_chain": self.per_chain, "stacked": stacked}
+        return batch if self.mesh is None else parallel.place_batch(batch, **given)
 
     def __call__(self, chains: Tree, batch: Batch) -> jax.Array:
         """Compute the losses `[chain]` at the `params`, `aux` and `key` of the chains."""
@@ -204,18 +193,12 @@ class Losses:
         return self.compiled(chains, self.put(batch))
 
     def check(self, chains: Tree, batch: Batch, argument: str = "loss_fn"):
-        """Require a scalar loss and, if each chain has its own batch, one batch per chain.
-
-        Errors of the loss name an argument of the public function.
-        """
+        """Require a scalar loss and, if each chain has its own batch, one batch per chain."""
         where, number = self.where, self.number
-        of_arrays = _check.Tree("an iterable of batches, trees of arrays of numbers")
-        of_arrays(where, "batches", batch)
-        if self.per_chain:
-            rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
-            if rows != {(number,)}:
-                rule = f"batches whose leaves have a leading axis of {number}, with `per_chain`"
-                _check.fail(where, "batches", rule, f"the leading axes {sorted(rows)}")
+        rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+        if self.per_chain and rows != {(number,)}:
+            rule = f"batches whose leaves have a leading axis of {number}, with `per_chain`"
+            _check.fail(where, "batches", rule, f"the leading axes {sorted(rows)}")
         rule = "a function that returns a scalar mean loss"
         if argument != "loss_fn":
             rule = "one batch, for which `loss_fn` returns a scalar mean loss"
@@ -231,13 +214,7 @@ class Losses:
             _check.fail(where, argument, rule, f"one that returns {of_chain}")
 
 
-def warn_of_sum(
-    where: str,
-    losses: Callable[[Batch], jax.Array],
-    batch: Batch,
-    per_chain: bool,
-    mesh: Mesh | None,
-):
+def warn_of_sum(where: str, losses: ChainLosses, batch: Batch, per_chain: bool, mesh: Mesh | None):
     """Warn of a loss that looks like a sum, see `check_mean`, or of one that cannot be tested."""
     check, skip = check_mean(losses, batch, per_chain, mesh), "To skip this test, pass check=False."
     if isinstance(check, Check):
@@ -247,7 +224,7 @@ def warn_of_sum(
 
 
 def check_mean(
-    losses: Callable[[Batch], jax.Array], batch: Batch, per_chain: bool, mesh: Mesh | None
+    losses: ChainLosses, batch: Batch, per_chain: bool, mesh: Mesh | None
 ) -> Check | str:
     """Find a loss that looks like a sum: the losses of two halves add up to that of the whole.
 
@@ -283,11 +260,7 @@ def check_mean(
 
 
 def check_program(
-    loss: Callable[..., tuple[jax.Array, Tree]],
-    chains: Tree,
-    losses: Callable[..., jax.Array],
-    batch: Batch,
-    per_chain: bool,
+    loss: FullLoss, chains: Tree, losses: ChainLosses, batch: Batch, per_chain: bool
 ) -> Iterator[Check]:
     """Find what is wrong in the program of a loss, see `_program.read`."""
     key = None if chains.key is None else jax.random.clone(chains.key)
@@ -306,9 +279,7 @@ def check_program(
         yield judge(kind, (float(not passed),), 0.0, passed, text.format(verbs[passed]), advice)
 
 
-def _loses_pairs(
-    losses: Callable[..., jax.Array], batch: Batch, params: Tree, per_chain: bool
-) -> bool:
+def _loses_pairs(losses: ChainLosses, batch: Batch, params: Tree, per_chain: bool) -> bool:
     """Whether an array with one number per example may be permuted without the others."""
     axis, moved = int(per_chain), _program.elsewhere(params)
     leaves, structure = jax.tree.flatten(batch)
@@ -416,9 +387,8 @@ def advice_on_single(batches: object) -> str:
 
 def advice_on_axes(params: optax.Params, batches: object) -> str:
     """Say how `params` and `batches` were understood, for errors of the loss."""
-    number = np.shape(jax.tree.leaves(params)[0])[0]
-    axes = f"The first axis of `params`, length {number}, was taken as chains."
-    return f"{axes} {advice_on_single(batches)}".rstrip()
+    axes = f"The first axis of `params`, length {len(jax.tree.leaves(params)[0])}, was taken as"
+    return f"{axes} chains. {advice_on_single(batches)}".rstrip()
 
 
 def check_list(
@@ -448,11 +418,10 @@ def unequal(sizes: Sequence[int | None]) -> Check:
     """Find batches of several sizes, whose mean losses weight their examples unequally."""
     counts = Counter(rows for rows in sizes if rows is not None)
     passed = len(counts) < 2 or max(counts) <= NEARLY_EQUAL * min(counts)
-    parts = [f"{counts[rows]} of {rows}" for rows in sorted(counts, reverse=True)]
-    listed = " and ".join(parts) if len(parts) < 4 else f"{', '.join(parts[:3])}, ..."
     text = "batches have the same size."
     if not passed:
-        text = f"batches have different sizes: {listed} examples."
+        parts = [f"{counts[rows]} of {rows}" for rows in sorted(counts, reverse=True)]
+        text = f"batches have different sizes: {_table.some(parts)} examples."
     return judge("batch sizes", tuple(map(float, sorted(counts))), 1.0, passed, text, UNEQUAL)
 
 
@@ -474,29 +443,23 @@ def amount(batches: Sequence[Batch], number: object, per_chain: bool) -> Check |
     `num_data` near the number of entries of an integer array `[example, position]` counts tokens.
     The number of the batches fails unless it is also that of the distinct examples.
     """
-    sizes = [size(batch, per_chain) for batch in batches]
-    if not sizes or None in sizes or 0 in sizes or not isinstance(number, int | float):
+    sizes = [size(batch, per_chain) or 0 for batch in batches]
+    # `at_least` warns of fewer than in a batch.
+    if 0 in sizes or not isinstance(number, int | float) or number < sizes[0]:
         return None
-    if number < (sizes[0] or 0):
-        # `at_least` warns of it.
-        return None
-    examples = sum(rows for rows in sizes if rows is not None)
-    if per_chain:
-        # Each chain has its own examples of the same data.
-        examples *= np.shape(jax.tree.leaves(batches[0])[0])[0]
+    # Each chain has its own examples of the same data.
+    chains = len(jax.tree.leaves(batches[0])[0]) if per_chain else 1
+    examples = sum(sizes) * chains
     kind, counts_batches = "examples", number == len(batches) < examples
     if number / examples <= 1 / MOST_RATIO or counts_batches:
         examples, kind = _num_distinct(batches, per_chain), "distinct examples"
     ratio, limit = number / examples, MOST_TOKEN_RATIO
-    tokens = [count for count in _tokens(batches, per_chain) if count]
-    passed = any(1 / limit < number / count < limit for count in tokens)
+    passed = any(count / limit < number < limit * count for count in _tokens(batches, per_chain))
     passed |= 1 / MOST_RATIO < ratio < MOST_RATIO
-    text = (
-        f"num_data={number:g}, {'and' if passed else 'but'} the batches have {examples:,} {kind}."
-    )
+    has = f"have {examples:,} {kind}."
+    text = f"num_data={number:g}, {'and' if passed else 'but'} the batches {has}"
     if counts_batches and number != examples:
-        text = f"num_data={number:g} is the number of batches, which have {examples:,} {kind}."
-        passed = False
+        passed, text = False, f"num_data={number:g} is the number of batches, which {has}"
     return judge("num_data", (ratio,), float(MOST_RATIO), passed, text, NUM_DATA)
 
 
@@ -708,21 +671,13 @@ def warn_of_gradients(where: str, seen: Gradients):
 
 
 def rise(
-    losses: Callable[..., jax.Array],
-    batch: Batch,
-    params: optax.Params,
-    start: np.ndarray,
-    settings: Options | None,
+    losses: ChainLosses, batch: Batch, params: Tree, start: np.ndarray, settings: Options | None
 ) -> Check | None:
-    """Find a posterior whose draws certainly have a far larger loss than the start.
+    """Find a posterior whose draws certainly have a far larger loss than `start`, that of `params`.
 
-    The test uses a lower bound for a quadratic loss. How far the loss of a network rises cannot be
-    predicted from the curvature at its start, so no number is given. Returns None if the bound is
-    unknown: no settings of a sampler, a prior given as a function, or a precision in arrays. Of
-    several precisions the largest counts.
-
-    `losses(batch, params)` returns the losses of all chains, `[chain]`, and `start` has those at
-    `params`, arrays `[chain, ...]`.
+    The test uses a lower bound for a quadratic loss: how far the loss of a network rises cannot be
+    predicted from the curvature at its start. Returns None if the bound is unknown. Of several
+    prior precisions the largest counts.
     """
     if not settings or not {"num_data", "temperature", "prior_precision"} <= settings.keys():
         return None
@@ -750,7 +705,7 @@ def rise(
 
 
 def _moments(
-    losses: Callable[..., jax.Array], batch: Batch, params: optax.Params, start: np.ndarray
+    losses: ChainLosses, batch: Batch, params: Tree, start: np.ndarray
 ) -> tuple[float, float]:
     """Estimate the traces of the Hessian of the mean loss and of its square.
 
@@ -768,9 +723,7 @@ def _moments(
     return moments if np.all(np.isfinite(moments)) else (0.0, 0.0)
 
 
-def curvature(
-    losses: Callable[..., jax.Array], batch: Batch, params: optax.Params, start: np.ndarray
-) -> float:
+def curvature(losses: ChainLosses, batch: Batch, params: Tree, start: np.ndarray) -> float:
     """Estimate the trace of the Hessian of the mean loss, from one random direction per chain."""
     width, noise = _width(params), _tree.normal_like(jax.random.key(SEED), params)
     at = _displaced(losses, batch, params, width, noise)
@@ -780,11 +733,7 @@ def curvature(
 
 
 def _displaced(
-    losses: Callable[..., jax.Array],
-    batch: Batch,
-    params: optax.Params,
-    width: float,
-    *directions: Tree,
+    losses: ChainLosses, batch: Batch, params: Tree, width: float, *directions: Tree
 ) -> Callable[..., np.ndarray]:
     """Return the losses `[chain]` at a displacement: the sign of each direction."""
 

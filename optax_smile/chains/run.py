@@ -106,7 +106,7 @@ class Run:
 
     @_check.arguments(
         "Run",
-        params=_checks.Starts(),
+        params=_checks.STARTS,
         batches=_check.BATCHES,
         sampler=_check.TRANSFORMATION,
         key=_check.Key(needed=True),
