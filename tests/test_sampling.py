@@ -140,7 +140,7 @@ def test_points_that_are_no_samples_are_traced_but_not_kept():
     """Cycles of six steps, the first three of each without noise."""
     cycles: dict[str, Any] = {"total_steps": 12, "num_cycles": 2, "exploration": 0.5, "key": 0}
     cyclical = optax_smile.cyclical_sgld(1e-4, num_data=runs.NUM_DATA, **cycles)
-    with pytest.warns(UserWarning, match="kept 5 draws per chain instead of 12. At the other"):
+    with pytest.warns(UserWarning, match="kept 5 draws per chain instead of 12: at the other"):
         got = run(sampler=cyclical, num_draws=12, **EVERY)
     marked = got.trace["is_draw"][0]
     # After call k the last accepted point is the end of step k - 1, counted from 0.

@@ -69,10 +69,7 @@ class MemoryRun:
 
 
 class Checkpoints:
-    """The newest states of a run in a directory, each written completely or not at all.
-
-    Each process writes what its devices hold to one file.
-    """
+    """The newest states of a run in a directory; each process writes its shards to one file."""
 
     def __init__(self, directory: Path, minutes: float, where: str = "sample"):
         self.directory, self.minutes, self.where = directory.absolute(), minutes, where
@@ -87,7 +84,7 @@ class Checkpoints:
         return time.monotonic() - self.saved_at >= 60 * self.minutes
 
     def save(self, number: int, carry: Tree, place: Json):
-        """Write arrays and JSON, unless there is a checkpoint of this number after the start."""
+        """Write arrays and JSON, unless there is a checkpoint of this number > 0."""
         if number == 0 or self.newest() != number:
             arrays: dict[str, np.ndarray] = {}
             for name, leaf in named(carry).items():
@@ -176,7 +173,6 @@ class DirectoryRun(Checkpoints):
         directory: str | os.PathLike[str],
         start: Tree,
         settings: Options,
-        *,
         dtype: str | None,
         minutes: float,
         closing: contextlib.ExitStack,

@@ -118,20 +118,15 @@ def check(
     | random numbers | chains that share a key, or are identical |
 
     Args:
-        loss_fn: scalar mean loss `loss_fn(params, batch)` of one chain. It must not include the
-            prior. If `aux` is given, `loss_fn` also receives `aux=` and returns `(loss, new_aux)`.
-            If `stochastic` is True, it receives `key=`.
+        loss_fn, aux, stochastic: as for `sample`, of one chain.
         params: initial parameters of the loop.
         batch: one batch (an array, a tuple or a dict of arrays), or a list or another iterable of
             batches, of which `check` reads at most 256. More batches make the tests more reliable.
-            A list of at most 256 is compared with the `num_data` of the sampler: its examples
-            within a factor of 10, or its tokens (entries of an integer array
-            `[example, position]`) within a factor of 4.
+            The `num_data` of the sampler must be within a factor of 10 of the examples of a list,
+            or of 4 of its tokens (entries of an integer array `[example, position]`).
         sampler: the complete transformation of the loop, such as an `optax.chain`.
         state: what `init` returned, if the loop runs several chains under `vmap`. Each leaf of
             `state`, `params` and `aux` then has a leading chain axis. None: one chain.
-        aux: auxiliary state of the model.
-        stochastic: whether the loss is random, as with dropout.
 
     Returns:
         A `CheckReport`: print it, or use its `findings`, each a `diagnostics.Check`.

@@ -66,14 +66,15 @@ def recorded(
         sampler: sampler, alone, last in an `optax.chain`, or in a wrapper like `optax.MultiSteps`.
         num_warmup: steps without draws, >= 0. The first draw is step num_warmup + thin.
         thin: steps between two draws, >= 1.
-        directory: folder for the draws, new or of the same fit, if its loop continues from its own
-            checkpoint or is started again. Stored draws are never replaced: one that is made again
-            must be the same to the bit. From `init` to `draws()` nothing else can record there.
+        directory: folder for the draws, new or of the same fit, which continues from its own
+            checkpoint or is started again. A draw that is made again must be the same to the bit.
+            The folder is locked from `init` to `draws()`.
 
     Returns:
         An Optax transformation. Several chains need one `vmap` of its `init`, and take their steps
         together. Its method `draws()` returns the draws since the last `init` that has any, as
-        `sample` does.
+        `sample` does. It warns if recording ended at call 2**31 - 1, and if changes of the updates
+        could not be detected, as the loop does not pass `params` to `update`.
 
     Raises:
         ValueError: an argument is out of range. From `init`: there is no sampler, the call is
@@ -81,10 +82,6 @@ def recorded(
             changed the updates, the folder is of another fit, or a draw that was made again
             differs; JAX raises the last two in the loop, too.
         OSError: from `draws()` and in the loop: a draw could not be written.
-
-    Warns:
-        UserWarning: from `draws()`: recording ended at call 2**31 - 1, or no check can detect
-            changes of the updates, as the loop does not pass `params` to `update`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile

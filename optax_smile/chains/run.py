@@ -75,15 +75,12 @@ class Run:
                 ...
         draws = run.snapshots()
 
-    With a `directory`, the same program goes on where an earlier one was stopped, to the bit. The
-    lock of the directory is held until `close`, the end of the `with` block, or the end of the
-    process. `break` and an exception in the body lose no draw. Checkpoints are written every
-    `checkpoint_minutes`, by `snapshots` and by `close`. Signals act as in any program while the
-    body runs. Between two draws, Ctrl-C or SIGTERM lets the chains finish the step, and a
-    checkpoint is written before `KeyboardInterrupt` is raised.
-
-    If there are several processes, all of them must make the same calls, and leave a loop at the
-    same draw.
+    With a `directory`, the same program resumes where an earlier one was stopped, to the bit. The
+    directory is locked until `close`, the end of the `with` block, or of the process. `break` and
+    an exception in the body lose no draw. Checkpoints are written every `checkpoint_minutes`, by
+    `snapshots` and by `close`. Between two draws, Ctrl-C or SIGTERM lets the chains finish the
+    step, and a checkpoint is written before `KeyboardInterrupt` is raised. Several processes must
+    make the same calls, and leave a loop at the same draw.
 
     The arguments are those of `sample` without `num_warmup`, `num_draws`, `thin` and `progress`.
 
@@ -204,12 +201,7 @@ class Run:
                     "batches": describe_batches("sample", batches),
                 }
                 self._kept = DirectoryRun(
-                    directory,
-                    start,
-                    same,
-                    dtype=dtype,
-                    minutes=checkpoint_minutes,
-                    closing=closing,
+                    directory, start, same, dtype, checkpoint_minutes, closing
                 )
             self._resume()
         except BaseException:
@@ -250,7 +242,7 @@ class Run:
     @property
     @_method
     def stats(self) -> dict[str, np.ndarray]:
-        """Statistics of the chains now, a new dict of arrays `[chain]`.
+        """Statistics of the chains now, arrays `[chain]`.
 
         They are the fields of `optax_smile.stats`, `loss`, and `start_loss`, the loss of the first
         batch at the start. For an optimizer, step size and energies are NaN.
@@ -263,17 +255,14 @@ class Run:
     def last_accepted(self) -> Tree:
         """Copy the current point of all chains to the host, arrays `[chain, ...]`.
 
-        With `aux` it is `{"params": ..., "aux": ...}`. In a run of several processes, each gets its
-        own chains.
+        With `aux` it is `{"params": ..., "aux": ...}`. Each of several processes gets its chains.
         """
         return _tree.local(self._chains.draw())
 
     @_check.arguments("Run.advance", num_steps=_check.Whole(0))
     @_method
     def advance(self, num_steps: int, *, trace: bool = True):
-        """Run the chains to a number of steps in all, as for a warm-up; no draws are kept.
-
-        Chains that have made as many steps, such as those of a continued run, stay where they are.
+        """Run the chains to a number of steps, unless they have made as many; no draws are kept.
 
         Args:
             num_steps: steps of each chain since the start, >= 0. Once the draws have begun, the
@@ -303,14 +292,11 @@ class Run:
 
         Args:
             num_draws: draws of each chain in all, >= 1, with those that the run has already, which
-                are not returned again. Where `is_draw` is False, as in the exploration of
-                `cyclical_sgld`, there is no draw, and there are fewer in all.
+                are not returned again. At steps where `is_draw` is False there is none.
             thin: steps between draws, >= 1.
 
         Yields:
-            The draw of all chains, arrays `[chain, ...]` on the host that no later step changes.
-            With `aux` it is `{"params": ..., "aux": ...}`. In a run of several processes, each
-            gets its own chains.
+            The draw of all chains, a copy as from `last_accepted`.
 
         Raises:
             ValueError: another `thin` than that of the draws that the run has; the run is closed;
@@ -373,14 +359,13 @@ class Run:
             UserWarning: gradients were not finite, or a clip before the sampler shortened them.
         """
         number, (wanted, end) = self._num_kept, self._asked
+        if not number and wanted and self.num_steps == end:
+            rule = f"large enough that at least one of the {end} steps is a draw"
+            advice = "Run longer, or lower `adapt_steps` or `exploration` of the sampler."
+            _check.fail("Run.draws", "num_draws", rule, wanted, advice)
         if number < wanted and self.num_steps == end:
-            if not number:
-                rule = f"large enough that at least one of the {end} steps is a draw"
-                advice = "Run longer, or lower `adapt_steps` or `exploration` of the sampler."
-                _check.fail("Run.draws", "num_draws", rule, wanted, advice)
             fewer = f"{number} draws per chain instead of {wanted}"
-            rest = "At the other steps, `stats(state).is_draw` is False."
-            warn(f"`{self.where}` kept {fewer}. {rest}")
+            warn(f"`{self.where}` kept {fewer}: at the other steps, `is_draw` is False.")
         if not number:
             raise ValueError(f"`Run.snapshots`: no draws after {self.num_steps} steps.")
         if self._close.alive:
@@ -466,10 +451,7 @@ class Run:
         return is_there
 
     def _dispatches(self, end: int) -> Iterator[tuple[list[Batch], _host.Position]]:
-        """Yield batches of some steps, one for each gradient, and the position behind them.
-
-        The caller takes these steps before it asks for more.
-        """
+        """Yield batches of some steps, one for each gradient, and the position behind them."""
         repeats, position = self._per_step // self._batches_per_step, self._position
         while self.num_steps < end:
             taken: list[Batch] = []
@@ -551,12 +533,11 @@ def _usable(
 ) -> Iterator[Batch]:
     """Yield batches up to an unusable one, and warn once of a batch of another size.
 
-    `misfit` says why the loss does not take a batch of new shapes, "" if it does. In the end
-    `stream.defect` says what was wrong with the last batch, "" if nothing.
+    `misfit` says why the loss does not take a batch; `stream.defect` is set in the end.
     """
     structure, first, known = None, None, set()
     for batch in stream:
-        structure = jax.tree.structure(batch) if structure is None else structure
+        structure = structure or jax.tree.structure(batch)
         reason = _checks.defect(batch, structure, per_chain)
         shapes = tuple(map(np.shape, jax.tree.leaves(batch)))
         # The caller checks the loss on the first batch.
@@ -567,8 +548,8 @@ def _usable(
             stream.defect = f"batch {stream.taken} of pass {stream.passes + 1} {reason}"
             return
         rows = _checks.size(batch, per_chain)
-        if rows is not None and warns:
-            first = rows if first is None else first
+        if rows and warns:
+            first = first or rows
             check = _checks.unequal([first, rows])
             warns = check.passed
             _checks.warn_if_failed(where, check)
@@ -576,7 +557,7 @@ def _usable(
 
 
 def _check_unaltered(stats: Mapping[str, np.ndarray]):
-    """Require parameters that are those which the sampler's updates lead to."""
+    """Require parameters to which the sampler's updates lead."""
     altered = np.flatnonzero(stats["is_altered"]).tolist()
     if altered:
         rule = "a sampler whose updates are applied unchanged"

@@ -53,12 +53,12 @@ class Selection(NamedTuple):
         draws: draws of its whole run, as `sample` returns them.
         names: names of all candidates, `[candidate]`.
         num_steps: steps of each chain from the start to the end of each round, `[round]`.
-        lppd: score of the round: log pointwise predictive density of the validation data, nats per
-            input (for `"tokens"`, per token), `[round, candidate]`; NaN for candidates that did not
-            run in the round, -inf if chains or predictions became non-finite.
+        lppd: log pointwise predictive density of the validation data, nats per input (for
+            `"tokens"`, per token), `[round, candidate]`; NaN for candidates that did not run in the
+            round, -inf if chains or predictions became non-finite.
         projected: `lppd` plus the expected gain from the draws to come. It ranks the candidates.
-        standard_error: standard error, over the inputs, of the difference of `projected` from the
-            best of the round; NaN if it is unknown.
+        standard_error: of the difference of `projected` from the best of the round, over the
+            inputs; NaN if it is unknown.
         start_lppd: `lppd` of the initial parameters of the chains.
         final_lppd: `lppd` of all draws of the chosen candidate.
         total_steps: steps of each chain of the chosen candidate.
@@ -167,25 +167,25 @@ def select(
     """Run several samplers or optimizers, and keep the one that predicts validation data best.
 
     All candidates start from the same parameters with the same key, and run in rounds, each to
-    about twice as many steps as the one before. The score of a round is the log pointwise
-    predictive density (LPPD) of the validation data under the average over at most 16 draws of each
-    chain in the last half of the steps so far. The gain of this average over those of its two
-    halves, for each input at most log 2, is that of twice as many draws. Half of it is added for
-    each doubling until the end of the run. This projected LPPD ranks the candidates. Each round
-    drops the worse half, until at most three finalists remain, of which the next round chooses one:
-    within one standard error of the best, the one with the fewest gradients per step, then a
-    sampler of the posterior of the model (temperature 1, prior not centred at the start).
+    about twice as many steps as the one before. A round is scored by the log pointwise predictive
+    density (LPPD) of the validation data under the average over at most 16 draws of each chain in
+    the last half of the steps so far. The gain of this average over those of its two halves, for
+    each input at most log 2, is that of twice as many draws; half of it is added for each doubling
+    until the end of the run. This projected LPPD ranks the candidates. Each round drops the worse
+    half, until at most three finalists remain, of which the next round chooses one: within one
+    standard error of the best, the one with the fewest gradients per step, then a sampler of the
+    posterior of the model (temperature 1, prior not centred at the start).
 
-    The chosen candidate finishes its run, in further rounds. If its projected LPPD is more than two
-    standard errors below the LPPD that another finalist had, this one runs as many steps, and
-    `select` chooses again. Start from trained networks: who improves late may be dropped.
+    The chosen one finishes its run, in further rounds. If its projected LPPD falls more than two
+    standard errors below the LPPD of another finalist, this one catches up, and `select` chooses
+    again. Start from trained networks: who improves late may be dropped.
 
     Arguments not listed are those of `sample`.
 
     Args:
         batches: iterable of batches; no iterator, since each candidate iterates over it.
         candidates: dict of samplers and Optax optimizers by name, such as those of
-            `local.network_candidates`, or `{f"{T:g}": psmile(..., temperature=T) for T in (...)}`.
+            `local.network_candidates`.
         apply_fn, likelihood: see `predict`.
         batch_size: validation inputs to run at once, >= 1; None: all.
         validation: pair of inputs and targets on which no candidate is trained. They select the
@@ -194,7 +194,6 @@ def select(
             whole run, in (0, 100]. Only a replaced choice costs more.
         directory: directory with a folder per candidate and a file for the rounds. After a kill the
             same call resumes; other samplers, steps or data are an error. None: in memory.
-        progress: show a progress bar over the steps of all candidates, if tqdm is installed.
 
     Returns:
         A `Selection`: print it, or plot it with `plots.selection`.
@@ -342,8 +341,7 @@ class _Plan(NamedTuple):
     def rounds(self, number: int, largest_cost: float) -> list[tuple[int, int]]:
         """Return the last step of each round, and how many of `number` candidates it drops.
 
-        Up to rounding to ticks, each round doubles the steps, and the dropped candidates take
-        `largest_cost` times the steps of a whole run, or all of their runs.
+        Each round doubles the steps; dropped candidates take `largest_cost` of a whole run in all.
         """
         left = [number]
         while left[-1] > 1:
@@ -401,8 +399,7 @@ def _score(
 
     `file` keeps the predictions so far: a run that continues from a checkpoint repeats some steps.
     """
-    # Step of the last draw; of the earlier and of the later half, the number of draws and the log
-    # of the sum over them of the density of each target.
+    # Step of the last draw; number of draws and log of their summed densities, for each half.
     scored, counts, sums = 0, [0, 0], [np.array(-np.inf), np.array(-np.inf)]
     if file is not None and file.exists():
         with _disk.naming(file, "file", "Remove the folder of this candidate."):

@@ -364,8 +364,7 @@ def chains_from_weights(
             `weights[i % len(weights)]`; None: one chain per tree of weights.
         jitter: standard deviation of Gaussian noise, relative to the root mean square of each
             array, >= 0. Arrays of zeros get no noise, unless all arrays are zero: then the unit is
-            1. None: 0.01 if two chains would start from equal weights, else 0. Without jitter,
-            chains from equal weights stay identical if they share batches and draw no noise.
+            1. None: 0.01 if two chains would start from equal weights, else 0.
         key: JAX key or seed, required for a jitter.
 
     Returns:
