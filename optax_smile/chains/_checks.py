@@ -50,7 +50,7 @@ USABLE = "an iterable of batches, numeric arrays with examples, all of the same 
 
 # Rounding errors of a fingerprint, relative to the norm: twenty times what was seen in float32.
 TOLERANCE = 2e-5
-# Relative variation up to which ratios, or the norms of clipped gradients, count as constant.
+# Relative variation up to which the norms of clipped gradients count as equal.
 CONSTANT = 1e-3
 # Share of the calls that may look altered by accident.
 MOST_ALTERED = 0.01
@@ -500,10 +500,10 @@ class Gradients(NamedTuple):
         pending: sum of their fingerprints since the sampler received its last gradient, `[2]`.
         num_pending: number of these fingerprints, int32.
         num_compared: gradients that the sampler received and that could be compared, int32.
-        num_shorter: of these, shorter ones in the same direction, int32.
+        num_clipped: of these, ones shortened to one norm, as by a clip, int32.
         num_changed: of these, ones changed in any other way, int32.
-        shorter_ratios: smallest and largest ratio of the shorter ones, `[2]`.
-        shorter_norms: smallest and largest norm of the shorter ones, `[2]`.
+        clip_norm: this norm, NaN before.
+        least_ratio: smallest ratio of a shortened one to the gradient.
         changed_ratio: ratio of the last changed one, NaN if its direction differs.
     """
 
@@ -513,24 +513,24 @@ class Gradients(NamedTuple):
     pending: jax.Array
     num_pending: jax.Array
     num_compared: jax.Array
-    num_shorter: jax.Array
+    num_clipped: jax.Array
     num_changed: jax.Array
-    shorter_ratios: jax.Array
-    shorter_norms: jax.Array
+    clip_norm: jax.Array
+    least_ratio: jax.Array
     changed_ratio: jax.Array
 
 
 def no_gradients(number: int) -> Gradients:
     """Return the record before the first call, arrays `[chain, ...]`."""
-    ends = jnp.tile(jnp.array([jnp.inf, -jnp.inf], jnp.float32), (number, 1))
+    unknown = jnp.full(number, jnp.nan, jnp.float32)
     counters = [name for name in Gradients._fields if name.startswith("num_")]
     return Gradients(
         **dict.fromkeys(counters, jnp.zeros(number, jnp.int32)),
         starts_finite=jnp.ones(number, bool),
         pending=jnp.zeros((number, _tree.FINGERPRINT), jnp.float32),
-        shorter_ratios=ends,
-        shorter_norms=ends,
-        changed_ratio=jnp.full(number, jnp.nan, jnp.float32),
+        clip_norm=unknown,
+        least_ratio=jnp.ones(number, jnp.float32),
+        changed_ratio=unknown,
     )
 
 
@@ -575,24 +575,21 @@ def _compare(past: Gradients, received: jax.Array, accepted: jax.Array) -> Gradi
     is_equal &= ~is_one | (jnp.abs(norm - size) <= rounding)
     # The direction of a mean is unknown.
     is_along = ~is_one | (jnp.abs(theirs - ratio * own) <= TOLERANCE * norm)
-    is_shorter = is_known & ~is_equal & is_along & (ratio > 0) & (ratio < 1)
-    is_changed = is_known & ~is_equal & ~is_shorter
-
-    def ends(before: jax.Array, number: jax.Array) -> jax.Array:
-        extended = jnp.stack([jnp.minimum(before[0], number), jnp.maximum(before[1], number)])
-        return jnp.where(is_shorter, extended, before)
-
+    # The first shortened gradient gives the norm of the clip.
+    clip_norm = jnp.where(jnp.isnan(past.clip_norm), norm, past.clip_norm)
+    is_clipped = is_known & ~is_equal & is_along & (ratio > 0) & (ratio < 1)
+    is_clipped &= jnp.abs(norm - clip_norm) <= CONSTANT * clip_norm
+    is_changed = is_known & ~is_equal & ~is_clipped
+    changed_ratio = jnp.where(is_along, ratio, jnp.nan)
     return past._replace(
         pending=jnp.zeros_like(past.pending),
         num_pending=past.num_pending * 0,
         num_compared=_tree.count(past.num_compared, is_known),
-        num_shorter=_tree.count(past.num_shorter, is_shorter),
+        num_clipped=_tree.count(past.num_clipped, is_clipped),
         num_changed=_tree.count(past.num_changed, is_changed),
-        shorter_ratios=ends(past.shorter_ratios, ratio),
-        shorter_norms=ends(past.shorter_norms, norm),
-        changed_ratio=jnp.where(
-            is_changed, jnp.where(is_along, ratio, jnp.nan), past.changed_ratio
-        ),
+        clip_norm=jnp.where(is_clipped, clip_norm, past.clip_norm),
+        least_ratio=jnp.where(is_clipped, jnp.minimum(past.least_ratio, ratio), past.least_ratio),
+        changed_ratio=jnp.where(is_changed, changed_ratio, past.changed_ratio),
     )
 
 
@@ -613,34 +610,20 @@ def check_gradients(where: str, seen: Gradients, are_compared: bool):
 
 def changed(seen: Gradients) -> str:
     """Say how gradients are changed, other than by one clip of their norm; "" if they are not."""
-    is_changed = seen.num_changed > MOST_ALTERED * seen.num_compared
-    if np.any(is_changed):
-        ratios = seen.changed_ratio[is_changed]
-        if np.any(np.isnan(ratios)):
-            return "with another direction"
-        low = high = float(np.median(ratios))
-    else:
-        is_shorter = seen.num_shorter > 0
-        lows, highs = seen.shorter_ratios[is_shorter].T
-        shortest, longest = seen.shorter_norms[is_shorter].T
-        # Clipped gradients all have the same length.
-        varies = longest > (1 + CONSTANT) * shortest
-        if not np.any(varies):
-            return ""
-        low, high = float(np.min(lows[varies])), float(np.max(highs[varies]))
-    if low < high and high >= (1 + CONSTANT) * low:
-        return f"multiplied by numbers from {low:.3g} to {high:.3g}"
-    return f"multiplied by {low:.6g}"
+    ratios = seen.changed_ratio[seen.num_changed > MOST_ALTERED * seen.num_compared]
+    if not ratios.size:
+        return ""
+    ratio = float(np.median(ratios))
+    return "with another direction" if np.isnan(ratio) else f"multiplied by {ratio:.6g}"
 
 
 def check_clips(seen: Gradients) -> Check:
     """Find an active clip before the sampler, and say what it costs."""
-    share = float(np.sum(seen.num_shorter) / max(np.sum(seen.num_compared), 1))
-    shortest = float(np.nanmin(np.where(seen.num_shorter > 0, seen.shorter_ratios[:, 0], 1)))
+    share = float(np.sum(seen.num_clipped) / max(np.sum(seen.num_compared), 1))
     text = (
         f"A clip before the sampler shortens {share:.1%} of the gradients, by up to a factor of"
-        f" {1 / shortest:.3g}. Where it acts, the draws come from a distribution that is flatter"
-        " than the posterior."
+        f" {1 / np.min(seen.least_ratio):.3g}. Where it acts, the draws come from a distribution"
+        " that is flatter than the posterior."
     )
     return _of_share("clipped gradients", share, MOST_CLIPPED, text, CLIP)
 
