@@ -56,13 +56,6 @@ def remove_drafts(directory: Path):
             draft.unlink(missing_ok=True)
 
 
-def check_real(where: str, folder: Path):
-    """Require a folder inside of a directory, no link or file in its place, if there is one."""
-    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
-        rule = f"a directory whose {folder.name} is a folder"
-        _check.fail(where, "directory", rule, f"{folder}, a link or file")
-
-
 def open_file(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
     """Open a regular file; OSError for a link, pipe or device that may stand in its place."""
     # Windows has neither flag.

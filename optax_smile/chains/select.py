@@ -228,24 +228,14 @@ def select(
     read |= {"batch_size": batch_size, "mesh": mesh, "specs": specs}
     plan = _Plan(num_warmup, num_draws, thin, steps_per_dispatch)
     rounds = plan.rounds(len(candidates), largest_cost)
+    given: Options = {"key": key, "stochastic": stochastic, "per_chain": per_chain, "check": check}
+    given |= {"steps_per_dispatch": steps_per_dispatch, "mesh": mesh, "specs": specs}
     runs: dict[str, Run] = {}
 
     def run(name: str) -> Run:
         if name not in runs:
-            runs[name] = _Run(
-                loss_fn,
-                params,
-                batches,
-                candidates[name],
-                key=key,
-                stochastic=stochastic,
-                per_chain=per_chain,
-                steps_per_dispatch=steps_per_dispatch,
-                mesh=mesh,
-                specs=specs,
-                directory=None if folder is None else folder / name,
-                check=check,
-            )
+            own = None if folder is None else folder / name
+            runs[name] = _Run(loss_fn, params, batches, candidates[name], directory=own, **given)
         return runs[name]
 
     def close(names: Iterable[str], *error: Unchecked):
@@ -256,9 +246,6 @@ def select(
         closing.push(lambda *error: close(candidates, *error))
         start = predict(apply_fn, Snapshots.from_members(params), validation[0], **read)
         start_lppd = _mean(_by_input(start.log_density))
-        if folder is not None:
-            for name in candidates:
-                _disk.check_real("select", folder / name)
         shapes = _tree.shapes_of_one(params)
         settings = {name: _settings.of(x, shapes) or {} for name, x in candidates.items()}
         # The LPPD identifies inputs, targets, likelihood, model and start.
