@@ -60,14 +60,9 @@ def origin(settings: Mapping[str, object] | None) -> str:
 
 
 def of(transformation: optax.GradientTransformation, params: optax.Params) -> Options | None:
-    """Return the settings of a sampler, also inside `optax.chain` and similar wrappers.
+    """Return name and arguments of a sampler or of one in a wrapper, as JSON types; None without.
 
-    Args:
-        transformation: sampler, or a wrapper of one.
-        params: parameters of one chain, or their shapes.
-
-    Returns:
-        Name and arguments as JSON types; None without a sampler.
+    `params` are those of one chain, or their shapes.
     """
 
     def numbers() -> dict[str, jax.Array]:

@@ -36,11 +36,7 @@ def of_draws(
 def read(
     where: str, trace: Mapping[str, ArrayLike], *names: str, num_draws: int | None = None
 ) -> list[np.ndarray]:
-    """Read entries of a trace as numbers of one shape `[chain, tick]`, optionally at the draws.
-
-    Raises:
-        ValueError: missing entries, or entries of other shapes.
-    """
+    """Read entries of a trace as numbers of one shape `[chain, tick]`, optionally at the draws."""
     if any(name not in trace for name in names):
         rule = f"a dict with {', '.join(map(repr, names))}"
         _check.fail(where, "trace", rule, f"the keys {sorted(trace)}", REMEDY)

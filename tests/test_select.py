@@ -240,7 +240,8 @@ def test_the_directory_of_another_selection_is_refused(tmp_path):
     refuse(".* with a run of 60 steps")
     rounds.unlink()
     rounds.symlink_to(tmp_path / "elsewhere")
-    refuse("a directory with an intact rounds.json, got .* symbolic link")
+    with pytest.raises(ValueError, match=f"The file {rounds} is damaged .*symbolic link"):
+        find(candidates, directory=tmp_path, **SHORT)
 
 
 def test_a_damaged_file_of_the_rounds_is_named(tmp_path):
@@ -254,9 +255,8 @@ def test_a_damaged_file_of_the_rounds_is_named(tmp_path):
         flipped = bytes([intact[at] ^ 1 << number % 8])
         changed = intact[:at] + flipped + intact[at + 1 :], intact[:at]
         rounds.write_bytes(changed[number % 2])
-        with pytest.raises(optax_smile.ArgumentError) as error:
+        with pytest.raises(ValueError, match=f"The file {rounds} is damaged"):
             selecting._read(tmp_path, {"rounds": [18]})
-        assert error.value.argument == "directory" and str(rounds) in str(error.value)
 
 
 @pytest.mark.parametrize("number", (2, 3, 11))

@@ -74,7 +74,7 @@ LONG: dict[str, Any] = {"num_warmup": 200, "thin": 20}
 class TestSizes:
     def test_unequal_batches_are_told_before_the_first_step(self):
         """They weight the last ten examples thirteen times as much, and the means are far off."""
-        sizes = r"^`sample`: batches have different sizes: 1 of 130 and 1 of 10 examples"
+        sizes = r"^`sample`: batches have different sizes: 1 of 130, 1 of 10 examples"
         told = sizes + ".*Drop the smaller"
         with pytest.warns(UserWarning, match=told) as seen:
             wrong = sample(UNEQUAL, **LONG)
@@ -90,7 +90,7 @@ class TestSizes:
 
     def test_a_stream_tells_once_when_the_size_changes(self):
         rows = UNEQUAL * 200
-        with pytest.warns(UserWarning, match="sizes: 1 of 130 and 1 of 10") as seen:
+        with pytest.warns(UserWarning, match="sizes: 1 of 130, 1 of 10") as seen:
             sample(iter(rows), STUB, num_warmup=0, num_draws=4, steps_per_dispatch=2)
         assert len(seen) == 1
         sample(iter(rows), STUB, num_warmup=0, num_draws=4, check=False)

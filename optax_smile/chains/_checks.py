@@ -353,10 +353,7 @@ def num_rows(batch: Batch, per_chain: bool) -> int | None:
 
 
 def size(batch: Batch, per_chain: bool) -> int | None:
-    """Return the number of examples: the length of the example axis that all arrays share.
-
-    Scalars do not count. None if the arrays disagree, such as those of nodes and edges of graphs.
-    """
+    """Return the number of examples of all arrays but scalars; None if they disagree."""
     return num_rows([x for x in jax.tree.leaves(batch) if np.ndim(x) > per_chain], per_chain)
 
 
@@ -594,10 +591,7 @@ def _compare(past: Gradients, received: jax.Array, accepted: jax.Array) -> Gradi
 
 
 def check_gradients(where: str, seen: Gradients, are_compared: bool):
-    """Require finite gradients at the start, and that a sampler receives them.
-
-    Otherwise a chain would never leave its start. A clip of the norm may shorten gradients.
-    """
+    """Require finite gradients at the start, which a chain could not leave, and their receipt."""
     lost = np.flatnonzero(~seen.starts_finite).tolist()
     if lost:
         rule = "a start at which the gradients of every chain are finite"
@@ -690,10 +684,9 @@ def rise(
 def _moments(
     losses: ChainLosses, batch: Batch, params: Tree, start: np.ndarray
 ) -> tuple[float, float]:
-    """Estimate the traces of the Hessian of the mean loss and of its square.
+    """Estimate the traces of the Hessian of the mean loss and of its square, from losses alone.
 
-    Uses two random directions y and z in each chain, and losses alone: y H z is a difference of
-    four losses, and the mean of its square is the trace of the square.
+    For random y and z, y H z is a difference of four losses. Its mean square is the second trace.
     """
     width, traces, squares = _width(params), [], []
     for pair in jax.random.split(jax.random.key(SEED), NUM_PAIRS):

@@ -178,11 +178,6 @@ class DirectoryRun(Checkpoints):
         closing: contextlib.ExitStack,
     ):
         _disk.import_safetensors()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(start):
-            if not _format.fits(leaf, dtype, tiny=0):
-                rule = "a precision that holds the start, or None"
-                got = f"{dtype!r}, in which {jax.tree_util.keystr(path) or 'it'} is infinite"
-                _check.fail("sample", "dtype", rule, got)
         closing.enter_context(lock("sample", Path(directory)))
         super().__init__(Path(directory), minutes)
         self.like = _tree.shapes_of_one(start)
@@ -344,9 +339,7 @@ def check_settings(where: str, directory: Path, before: Json, now: Json):
             _check.fail(where, argument, rule, repr(mine), "Or choose another directory.")
 
 
-def _flat(tree: object, prefix: str = "") -> dict[str, object]:
+def _flat(tree: Json) -> dict[str, object]:
     """Name the entries of nested dicts."""
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    entries = [_flat(value, f"{prefix}.{name}".lstrip(".")) for name, value in tree.items()]
-    return {name: value for entry in entries for name, value in entry.items()}
+    entries = jax.tree_util.tree_leaves_with_path(tree, lambda x: not isinstance(x, dict))
+    return {".".join(key.key for key in path): value for path, value in entries}

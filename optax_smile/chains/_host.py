@@ -40,8 +40,7 @@ class Position(NamedTuple):
     Attributes:
         passes: complete passes before.
         taken: batches taken from the current pass.
-        state: what `get_state` of the iterator returned, if it has that and `set_state`, such as
-            those of Grain.
+        state: what `get_state` of the iterator returned, such as one of Grain, or None.
         is_bytes: whether `state` is bytes in base 64.
     """
 
@@ -54,11 +53,9 @@ class Position(NamedTuple):
 class Stream:
     """Batches, restarted when exhausted, with a position that a checkpoint can hold.
 
-    The stream ends if a pass yields nothing, or after the only pass of an iterator; `defect` says
-    why its reader stopped before, "" if it did not.
-
-    With `alternates`, each batch comes first in a pair as often as second: every second of the
-    passes of an even number of batches begins with its second batch and ends with its first.
+    It ends if a pass yields nothing, or after the only pass of an iterator; `defect` says why its
+    reader stopped before. With `alternates`, each batch comes first in a pair as often as second:
+    every second pass over an even number of batches begins with the second, ends with the first.
     """
 
     def __init__(self, batches: Iterable[Batch], alternates: bool = False):
@@ -129,13 +126,10 @@ class Stream:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Callable[[], str | None]]:
-    """Let the loop decide when to stop after Ctrl-C and SIGTERM.
+    """Yield a function that returns the name of the signal received, or None.
 
-    A signal that the process ignores, such as SIGINT of a background job, stays ignored.
-
-    Yields:
-        A function that returns the name of the signal received, or None. A second Ctrl-C raises
-        `KeyboardInterrupt` at once.
+    A second Ctrl-C raises `KeyboardInterrupt` at once. A signal that the process ignores, such as
+    SIGINT of a background job, stays ignored.
     """
     received: list[str] = []
 

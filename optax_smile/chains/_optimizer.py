@@ -66,10 +66,7 @@ class OptimizerState(NamedTuple):
 
 
 def is_optimizer(transformation: optax.GradientTransformation, params: optax.Params) -> bool:
-    """Return whether a transformation contains no sampler.
-
-    A sampler is found in the state, or by its settings if a wrapper hides its state.
-    """
+    """Whether a transformation has no sampler in its state, nor one that a wrapper hides there."""
     like = _tree.shapes_of_one(jax.eval_shape(lambda x: x, params))
     if _settings.of(transformation, like) is not None:
         return False
@@ -81,8 +78,7 @@ def as_sampler(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer so that chains run it like a sampler.
 
-    Steps to non-finite parameters are skipped, as by `optax.apply_if_finite`: parameters and state
-    stay unchanged.
+    Steps to non-finite parameters are skipped, as by `optax.apply_if_finite`.
     """
 
     def init(params: optax.Params) -> OptimizerState:

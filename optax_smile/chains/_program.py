@@ -43,9 +43,8 @@ class Mark(NamedTuple):
 def read(loss: Callable[..., jax.Array], params: Tree, others: Tree, rows: int | None) -> set[str]:
     """Read the program of `loss(params, others)`, where only `others` depends on the batch.
 
-    `rows` is the number of examples. Returns what is found: `"penalty"`, a term of the parameters
-    alone, like weight decay; `"logits"`, a softmax or a sigmoid of probabilities; `"pairs"`, a
-    combination of each example with each other one.
+    Returns what is found: `"penalty"`, a term of the parameters alone; `"logits"`, a softmax or a
+    sigmoid of probabilities; `"pairs"`, a combination of each of the `rows` with each other one.
     """
     program = jax.make_jaxpr(loss)(params, others)
     found, number = set(), len(jax.tree.leaves(params))
@@ -89,10 +88,7 @@ def _is_real(x: jax.Array) -> bool:
 
 
 def _grows(back: float, zero: float, there: float, twice: float) -> bool:
-    """Whether a term of the parameters grows like a square or an absolute value of them.
-
-    A log standard deviation, which belongs to a likelihood, is odd.
-    """
+    """Whether a term grows like a square or an absolute value; a log standard deviation is odd."""
     near, far = back + there - 2 * zero, twice + zero - 2 * there
     size = max(abs(there - zero), abs(twice - zero))
     is_square = abs(far - near) <= ROUNDING * size

@@ -99,23 +99,11 @@ def check(
     Call it once, before the loop. It makes at least eight updates of its own, and changes none of
     its arguments. You do not need it for `sample`, which makes such tests itself.
 
-    | test | what it looks for |
-    |---|---|
-    | mean loss | a loss that is a sum over the examples |
-    | penalty | a loss with weight decay or a prior in it |
-    | logits | a loss of probabilities that takes logits |
-    | pairs | a loss that compares each output with all targets |
-    | num_data | a `num_data` of the sampler that does not fit the batches |
-    | batch sizes | batches of different sizes, which weight their examples unequally |
-    | two gradients | an even number of batches for a sampler with two gradients per step |
-    | empty batches | batches without examples |
-    | non-finite gradients | losses or gradients that are not finite |
-    | before the sampler | changes of the gradients: only a clip by the global norm is allowed |
-    | clipped gradients | how often this clip acts |
-    | after the sampler | changes of the updates: none is allowed |
-    | start | too few data for the parameters: draws have a far higher loss than the start |
-    | step size | a `step_size` that is far too short, such as a learning rate |
-    | random numbers | chains that share a key, or are identical |
+    It tests the loss (a sum, weight decay or a prior in it, probabilities in place of logits,
+    outputs that broadcast against the targets), `num_data`, the sizes and the order of the batches,
+    numbers that are not finite, what surrounds the sampler (only a clip by the global norm may
+    precede it, and nothing may follow), the start (too few data for the parameters), the step size
+    (a learning rate is too short), and whether chains share a key or are identical.
 
     Args:
         loss_fn, aux, stochastic: as for `sample`, of one chain.

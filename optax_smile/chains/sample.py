@@ -97,7 +97,7 @@ def sample(
         dtype: precision of the draws on disk: `"float16"`, `"float32"` or `"float64"`; None: that
             of the parameters. Requires a `directory`. An array whose largest number is too large or
             too small for it (in `"float16"` above 65504 or below 6e-5) is stored in its own
-            precision in that draw, with a warning; it is an error if the start is too large.
+            precision in that draw, with a warning.
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
@@ -201,11 +201,9 @@ def _check_warmup(run: Run, num_warmup: int):
 def _show(bar: Bar, run: Run):
     """Update the progress bar."""
     stats = run.stats
-    if np.all(np.isnan(stats["step_size"])):
-        # An optimizer.
-        bar.show(run.num_steps, loss=f"{np.median(stats['loss']):.3g}")
-        return
-    figures = {"step_size": f"{np.median(stats['step_size']):.2e}"}
-    if np.all(np.isfinite(stats["energy_mean"])):
-        figures["energy"] = f"{np.median(stats['energy_mean']):.2g}"
-    bar.show(run.num_steps, **figures, rejected=int(np.sum(stats["num_rejected"])))
+    figures = {"loss": f"{np.median(stats['loss']):.3g}"}
+    # That of an optimizer is NaN.
+    if not np.all(np.isnan(stats["step_size"])):
+        figures["step_size"] = f"{np.median(stats['step_size']):.2e}"
+        figures["rejected"] = str(np.sum(stats["num_rejected"]).astype(int))
+    bar.show(run.num_steps, **figures)

@@ -518,13 +518,10 @@ def _read(folder: Path | None, identity: Options) -> list[Scores]:
     """Read the scores of an earlier call, for each round by name."""
     if folder is None or not os.path.lexists(file := folder / ROUNDS):
         return [{} for _ in identity["rounds"]]
-    rule, remedy = f"a directory with an intact {ROUNDS}", "Restore it, or choose another one."
-    try:
+    with _disk.naming(file, "file", "Restore it, or choose another directory."):
         stored, is_intact = _disk.read_json(file)
-    except ValueError as error:
-        _check.fail("select", "directory", rule, f"{file} ({error})", remedy)
-    if not is_intact:
-        _check.fail("select", "directory", rule, f"{file}, which is damaged", remedy)
+        if not is_intact:
+            raise ValueError("its checksum does not match")
     for what, mine in identity.items():
         if (theirs := stored.get(what)) != mine:
             rule = f"new, or hold a selection with the same {what}: {_check.cut(mine)}"
