@@ -242,9 +242,6 @@ DEFECTS = r"""
 = handed out draws are those that are kept | hands_out_copies
 - return _tree.local(self._chains.draw())
 + return self._kept.draws[-1] if self._num_kept else _tree.local(self._chains.draw())
-= an older loop goes on | wrong_use
-- if self._loop is not loop:
-+ if False:
 = a signal ends nothing | signal_in_a_step
 - if signal is not None:
 + if False:

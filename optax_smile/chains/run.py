@@ -177,8 +177,7 @@ class Run:
         # Record of the gradients at the last tick, and statistics.
         self._gradients: _checks.Gradients | None = None
         self._stats: Mapping[str, np.ndarray] | None = None
-        # Identifies the newest loop over `draws`; its number of draws, and its last step.
-        self._loop: object = None
+        # Number of draws of the newest loop over `draws`, and its last step.
         self._asked = 0, 0
         self._signal: Callable[[], str | None] | None = None
         self._interrupted: str | None = None  # The signal that ended the last call.
@@ -300,8 +299,7 @@ class Run:
 
         Raises:
             ValueError: another `thin` than that of the draws that the run has; the run is closed;
-                another loop over `draws` began meanwhile; the batches ran out before the first
-                draw; see also `sample`.
+                the batches ran out before the first draw; see also `sample`.
             KeyboardInterrupt: after Ctrl-C or SIGTERM and a checkpoint.
 
         Warns:
@@ -317,12 +315,9 @@ class Run:
         return self._iterate(num_draws, thin)
 
     def _iterate(self, num_draws: int, thin: int) -> Iterator[Tree]:
-        self._loop = loop = object()
         end = (self.num_warmup or 0) + num_draws * thin
         self._asked = num_draws, end
         while self.num_steps < end:
-            if self._loop is not loop:
-                raise ValueError("`Run.draws`: another loop over the draws of this run has begun.")
             number = self._num_kept
             if not self._go_to(self._next_draw()):
                 self._warn_of_batches(num_draws, end)
