@@ -339,7 +339,9 @@ def check_settings(where: str, directory: Path, before: Json, now: Json):
             _check.fail(where, argument, rule, repr(mine), "Or choose another directory.")
 
 
-def _flat(tree: Json) -> dict[str, object]:
+def _flat(tree: object, prefix: str = "") -> dict[str, object]:
     """Name the entries of nested dicts."""
-    entries = jax.tree_util.tree_leaves_with_path(tree, lambda x: not isinstance(x, dict))
-    return {".".join(key.key for key in path): value for path, value in entries}
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    entries = [_flat(value, f"{prefix}.{name}".lstrip(".")) for name, value in tree.items()]
+    return {name: value for entry in entries for name, value in entry.items()}

@@ -1,6 +1,5 @@
 """An Optax optimizer in place of a sampler: its iterates are the draws."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -108,14 +107,11 @@ def as_sampler(
     return optax.GradientTransformationExtraArgs(described, update)
 
 
-def warn_of_nonfinite(where: str, step: int, stats: Mapping[str, np.ndarray]) -> bool:
-    """Warn of chains with non-finite numbers; return whether there are any."""
-    chains = np.flatnonzero(stats["num_nonfinite"]).tolist()
-    if chains:
-        steps = _table.counted(int(np.sum(stats["num_nonfinite"])), "step")
+def warn_of_nonfinite(where: str, number: np.ndarray):
+    """Warn of chains with non-finite numbers, in `number` `[chain]` steps."""
+    if chains := np.flatnonzero(number).tolist():
         warn(
-            f"`{where}`: by step {step}, {steps} of the chains {chains} had a non-finite gradient,"
-            " loss or iterate. Steps to non-finite iterates are skipped, and the run continues; see"
-            " `num_nonfinite` in its trace. Try a smaller learning rate."
+            f"`{where}`: {_table.counted(int(np.sum(number)), 'step')} of the chains {chains} had a"
+            " non-finite gradient, loss or iterate. Steps to non-finite iterates were skipped; see"
+            " `num_nonfinite` in the trace. Try a smaller learning rate."
         )
-    return bool(chains)

@@ -182,7 +182,6 @@ class Run:
         self._signal: Callable[[], str | None] | None = None
         self._interrupted: str | None = None  # The signal that ended the last call.
         self._refusal = ""  # Why the run cannot go on.
-        self._has_warned = False
         start, settings = self._chains.draw(), self._chains.settings
         closing = contextlib.ExitStack()
         self._close = weakref.finalize(self, closing.close)
@@ -365,7 +364,9 @@ class Run:
             raise ValueError(f"`Run.snapshots`: no draws after {self.num_steps} steps.")
         if self._close.alive:
             self.checkpoint()
-        if self._warns and not self._is_optimizer and self._gradients is not None:
+        if self._is_optimizer:
+            _optimizer.warn_of_nonfinite(self.where, self.stats["num_nonfinite"])
+        elif self._warns and self._gradients is not None:
             _checks.warn_of_gradients(self.where, self._gradients)
         draws = self._kept.result()
         vars(draws).update(interrupted=self._interrupted)
@@ -466,8 +467,6 @@ class Run:
         """Check what the chains did, and keep their statistics and, at its place, a draw."""
         self._stats, self._gradients = self._chains.record()
         _checks.check_gradients("sample", self._gradients, not self._is_optimizer)
-        if self._is_optimizer and not self._has_warned:
-            self._has_warned = _optimizer.warn_of_nonfinite(self.where, step, self._stats)
         _check_unaltered(self._stats)
         is_draw = is_place and bool(np.all(self._stats["is_draw"]))
         if is_draw and not self._num_kept and self._warns:
