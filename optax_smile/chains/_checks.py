@@ -392,7 +392,7 @@ def check_list(
     where: str, batches: Sequence[Batch], num_data: object, per_chain: bool, warns: bool
 ):
     """Require a list of usable batches; optionally warn of unequal sizes and of `num_data`."""
-    hint, is_tuple = advice_on_single(batches), isinstance(batches, tuple)
+    hint, kind = advice_on_single(batches), type(batches).__name__
     if not batches:
         _check.fail(where, "batches", "a list with at least one batch", "an empty list")
     expected = jax.tree.structure(batches[0])
@@ -401,11 +401,10 @@ def check_list(
             _check.fail(where, "batches", USABLE, f"batches[{number}], which {reason}")
     if warns:
         batches = [_tree.as_numeric(where, "batches", batch) for batch in batches]
-        if hint and len({(x.shape[1:], x.dtype) for x in batches}) > 1:
-            # Batches of a list may be sequences or images of several sizes.
+        # Batches of a list may be sequences or images of several sizes.
+        if hint and len(batches) < 4 and len({*map(len, batches)}) == 1:
             are_tokens = all(x.dtype.kind in "iu" for x in batches)
-            if is_tuple or not are_tokens and len(batches) < 4 and len({*map(len, batches)}) == 1:
-                kind = "tuple" if is_tuple else "list"
+            if not are_tokens and len({(x.shape[1:], x.dtype) for x in batches}) > 1:
                 warn(f"`{where}`: each array of the {kind} `batches` is taken as a batch. {hint}")
         warn_if_failed(where, unequal([size(x, per_chain) for x in batches]))
         warn_if_failed(where, amount(batches, num_data, per_chain))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, Literal, jaxpr_as_fun
 
+from optax_smile import _tree
 from optax_smile._types import Tree
 
 # Equations that run another program once, with their own inputs.
@@ -60,7 +61,7 @@ def read(loss: Callable[..., jax.Array], params: Tree, others: Tree, rows: int |
 
     def terms_at(multiple: jax.Array, directions: Tree) -> list[jax.Array]:
         leaves = jax.tree.leaves(directions)
-        given = [multiple.astype(x.dtype) * x if _is_real(x) else x for x in leaves]
+        given = [multiple.astype(x.dtype) * x if _tree.is_floating(x) else x for x in leaves]
         known = [Mark(x, [x]) for x in given]
         known += [Mark(None, [])] * (len(program.jaxpr.invars) - number)
         (result,) = _follow(program.jaxpr, program.consts, known, rule)
@@ -78,13 +79,11 @@ def elsewhere(params: Tree) -> Tree:
     """Return other parameters: at a start, outputs may be equal and penalties zero."""
 
     def moved(x: jax.Array) -> jax.Array:
-        return x + jax.random.normal(jax.random.key(0), x.shape, x.dtype) if _is_real(x) else x
+        if not _tree.is_floating(x):
+            return x
+        return x + jax.random.normal(jax.random.key(0), x.shape, x.dtype)
 
     return jax.tree.map(moved, params)
-
-
-def _is_real(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _grows(back: float, zero: float, there: float, twice: float) -> bool:

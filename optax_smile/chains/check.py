@@ -147,7 +147,8 @@ def check(
     checks = [*_of_data(batches, is_whole, settings)]
     usable = [part for part in batches if _checks.size(part, False) != 0]
     if usable:
-        checks += _of_chains(loss_fn, params, usable, sampler, state, aux, stochastic)
+        others = {"aux": aux, "stochastic": stochastic}
+        checks += _of_chains(loss_fn, params, usable, sampler, state, others)
     return CheckReport(tuple(checks))
 
 
@@ -177,16 +178,14 @@ def _of_chains(
     batches: list[Batch],
     sampler: optax.GradientTransformation,
     own: Tree,
-    aux: Tree,
-    stochastic: bool,
+    others: Options,
 ) -> Iterator[Check]:
     """Make the tests that need losses and updates; `own` is the state of the loop."""
     sampler, key = optax.with_extra_args_support(sampler), jax.random.key(0)
-    given = {"key": key, "aux": aux, "stochastic": stochastic}
     hint = _checks.advice_on_axes(params, batches) if own else CHAINED
     try:
         with _check.called("check", "sample", "parallel.place", "parallel.init"):
-            chains = Chains(loss_fn, params, sampler, **given, hint=hint)
+            chains = Chains(loss_fn, params, sampler, key=key, hint=hint, **others)
     except _check.ArgumentError as error:
         if error.advice != AFTER:
             raise
@@ -199,7 +198,9 @@ def _of_chains(
             got, advice = f"batch {number}, which {reason}", _checks.advice_on_single(batches)
             _check.fail("check", "batch", _checks.USABLE, got, advice)
     if np.all(np.isfinite(losses)):
-        mean = "" if stochastic else _checks.check_mean(chains.losses, batches[0], False, None)
+        mean = None
+        if not others["stochastic"]:
+            mean = _checks.check_mean(chains.losses, batches[0], False, None)
         if isinstance(mean, Check):
             yield mean
         yield from chains.tests(batches[0])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,9 @@ class Members(NamedTuple):
     best: Tree
     best_loss: jax.Array
     stale: jax.Array
+
+
+Step: TypeAlias = Callable[[Members, Batch], Members]
 
 
 @_check.arguments(
@@ -218,11 +221,6 @@ def warmstart(
                     if validation is not None:
                         with _check.called("warmstart", "warmstart", batches="validation"):
                             losses.check(members, validation, "validation")
-                        # A loss may ignore missing numbers.
-                        if not _checks.is_finite(validation) and not np.any(
-                            np.isfinite(_tree.local(losses(members, validation)))
-                        ):
-                            _check.fail("warmstart", "validation", "finite", "nan or inf")
                 members = train(members, losses.put(batch))
                 if epoch == first_epoch and num_batches == 1:
                     bar.show(epoch)
@@ -251,7 +249,7 @@ def warmstart(
     lost = np.flatnonzero(~np.isfinite(_tree.local(members.best_loss))).tolist()
     if lost:
         rule, got = "finite for every member after some epoch", f"never so for the members {lost}"
-        advice = "Are the initial loss and the batches finite? Try a smaller learning rate."
+        advice = "Are the batches and `validation` finite? Try a smaller learning rate."
         _check.fail("warmstart", "loss_fn", rule, got, advice)
     return members.best["params"] if aux is None else members.best
 
@@ -302,11 +300,11 @@ def _begin(
 
 
 def _steps(
-    loss: Callable[..., tuple[jax.Array, Tree]],
+    loss: _checks.FullLoss,
     optimizer: optax.GradientTransformationExtraArgs,
     patience: int,
     keeps_last: bool,
-) -> tuple[Callable[[Members, Batch], Members], Callable[[Members, Batch], Members]]:
+) -> tuple[Step, Step]:
     """Return the training step of one member, and its validation step after an epoch."""
 
     def train(member: Members, batch: Batch) -> Members:
