@@ -138,7 +138,7 @@ def test_a_run_is_extended_and_looked_at_between_draws():
 
 def test_wrong_use_is_told(tmp_path):
     run = begin(tmp_path)
-    with pytest.raises(ValueError, match=r"`Run.snapshots`: no draws after 0 steps"):
+    with pytest.raises(ValueError, match="at least one of the 0 steps is a draw, got 0"):
         run.snapshots()
     run.advance(WARMUP)
     first = run.draws(DRAWS, thin=THIN)

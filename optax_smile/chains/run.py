@@ -353,15 +353,13 @@ class Run:
             UserWarning: gradients were not finite, or a clip before the sampler shortened them.
         """
         number, (wanted, end) = self._num_kept, self._asked
-        if not number and wanted and self.num_steps == end:
-            rule = f"large enough that at least one of the {end} steps is a draw"
+        if not number:
+            rule = f"large enough that at least one of the {self.num_steps} steps is a draw"
             advice = "Run longer, or lower `adapt_steps` or `exploration` of the sampler."
             _check.fail("Run.draws", "num_draws", rule, wanted, advice)
         if number < wanted and self.num_steps == end:
             fewer = f"{number} draws per chain instead of {wanted}"
             warn(f"`{self.where}` kept {fewer}: at the other steps, `is_draw` is False.")
-        if not number:
-            raise ValueError(f"`Run.snapshots`: no draws after {self.num_steps} steps.")
         if self._close.alive:
             self.checkpoint()
         if self._is_optimizer:

@@ -219,8 +219,7 @@ def warmstart(
                         of_batch = partial(losses, members)
                         _checks.warn_of_sum("warmstart", of_batch, batch, False, mesh)
                     if validation is not None:
-                        with _check.called("warmstart", "warmstart", batches="validation"):
-                            losses.check(members, validation, "validation")
+                        losses.check(members, validation, "validation")
                 members = train(members, losses.put(batch))
                 if epoch == first_epoch and num_batches == 1:
                     bar.show(epoch)
