@@ -683,47 +683,39 @@ def rise(
 def _moments(
     losses: ChainLosses, batch: Batch, params: Tree, start: np.ndarray
 ) -> tuple[float, float]:
-    """Estimate the traces of the Hessian of the mean loss and of its square, from losses alone.
+    """Estimate the traces of the Hessian H of the mean loss and of its square, from losses alone.
 
-    For random y and z, y H z is a difference of four losses. Its mean square is the second trace.
+    For random y and z, the mean of y H y is the first trace, that of (y H z)**2 the second.
     """
-    width, traces, squares = _width(params), [], []
+    traces, squares = [], []
     for pair in jax.random.split(jax.random.key(SEED), NUM_PAIRS):
-        directions = (_tree.normal_like(key, params) for key in jax.random.split(pair))
-        at = _displaced(losses, batch, params, width, *directions)
-        along, across = at(1, 1) + at(-1, -1), at(1, -1) + at(-1, 1)
-        traces.append((along + across - 4 * np.asarray(start, float)) / (4 * width**2))
-        squares.append(((along - across) / (4 * width**2)) ** 2)
+        y, z = (_tree.normal_like(key, params) for key in jax.random.split(pair))
+        both = [jax.tree.map(combine, y, z) for combine in (jnp.add, jnp.subtract)]
+        plus, minus = (_along(direction, losses, batch, params, start) for direction in both)
+        traces.append((plus + minus) / 4)
+        squares.append(((plus - minus) / 4) ** 2)
     moments = float(np.mean(traces)), float(np.mean(squares))
     return moments if np.all(np.isfinite(moments)) else (0.0, 0.0)
 
 
 def curvature(losses: ChainLosses, batch: Batch, params: Tree, start: np.ndarray) -> float:
     """Estimate the trace of the Hessian of the mean loss, from one random direction per chain."""
-    width, noise = _width(params), _tree.normal_like(jax.random.key(SEED), params)
-    at = _displaced(losses, batch, params, width, noise)
+    noise = _tree.normal_like(jax.random.key(SEED), params)
     with np.errstate(all="ignore"):
-        trace = float(np.median((at(1) + at(-1) - 2 * np.asarray(start, float)) / width**2))
+        trace = float(np.median(_along(noise, losses, batch, params, start)))
     return max(trace, 0.0) if np.isfinite(trace) else 0.0
 
 
-def _displaced(
-    losses: ChainLosses, batch: Batch, params: Tree, width: float, *directions: Tree
-) -> Callable[..., np.ndarray]:
-    """Return the losses `[chain]` at a displacement: the sign of each direction."""
-
-    def at(*signs: int) -> np.ndarray:
-        def move(x, *moves):
-            return x + width * sum(sign * y for sign, y in zip(signs, moves, strict=True))
-
-        moved = jax.tree.map(move, params, *directions)
-        return np.asarray(_tree.local(losses(batch, moved)), float)
-
-    return at
-
-
-def _width(params: optax.Params) -> float:
-    """Return the displacement of each weight."""
+def _along(
+    direction: Tree, losses: ChainLosses, batch: Batch, params: Tree, start: np.ndarray
+) -> np.ndarray:
+    """Return y H y `[chain]` for a direction y and the Hessian H of the loss."""
     leaves = jax.tree.leaves(params)
     square = sum(jnp.sum(x**2) for x in leaves) / sum(x.size for x in leaves)
-    return DISTURBANCE * (float(jnp.sqrt(square)) or 1.0)
+    width = DISTURBANCE * (float(jnp.sqrt(square)) or 1.0)
+
+    def at(sign: int) -> np.ndarray:
+        moved = jax.tree.map(lambda x, y: x + sign * width * y, params, direction)
+        return np.asarray(_tree.local(losses(batch, moved)), float)
+
+    return (at(1) + at(-1) - 2 * np.asarray(start, float)) / width**2
