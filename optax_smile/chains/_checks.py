@@ -123,22 +123,13 @@ STARTS = dataclasses.replace(
 # The loss.
 
 
-class Loss(_check.Constraint):
-    """A loss that takes the arguments that `aux` and `stochastic` ask for."""
-
-    text = "a function of (params, batch), of `aux=` if there is one and of `key=` if `stochastic`"
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        extras = ["aux="] * (given.get("aux") is not None) + ["key="] * bool(given["stochastic"])
-        advice = "It also gets `aux` if you pass one, and `key` if `stochastic`."
-        form = ", ".join(["params", "batch", *extras])
-        return _check.Function(f"({form})", advice)(where, argument, value)
-
-
 def loss_of(
     where: str, loss_fn: Callable[..., Output], has_aux: bool, is_stochastic: bool
 ) -> FullLoss:
     """Convert a loss to the form `(params, aux, key, batch) -> (loss, aux)`."""
+    form = ", ".join(["params", "batch", *["aux="] * has_aux, *["key="] * is_stochastic])
+    advice = "It also gets `aux` if you pass one, and `key` if `stochastic`."
+    _check.Function(f"({form})", advice)(where, "loss_fn", loss_fn)
 
     def loss(params, aux, key, batch) -> Tree:
         extras = {"aux": aux} if has_aux else {}
@@ -334,15 +325,6 @@ def check_step_size(settings: Options | None, state: Tree) -> Check | None:
 
 
 # The batches.
-
-
-@dataclasses.dataclass(frozen=True)
-class Numbers(_check.Tree):
-    """A tree of what can be converted to arrays of numbers, copied from memory of a loader."""
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        value = _tree.as_numeric(where, argument, value, copy=True)
-        return super().__call__(where, argument, value, given)
 
 
 def num_rows(batch: Batch, per_chain: bool) -> int | None:

@@ -82,7 +82,6 @@ class _Batches(_check.Constraint):
     sampler=_check.TRANSFORMATION,
     state=_check.Where("the state of an optax_smile sampler", samplers) | None,
     aux=_check.Tree() | None,
-    loss_fn=_checks.Loss(),
 )
 def check(
     loss_fn: Callable[..., Output],

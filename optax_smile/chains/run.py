@@ -108,7 +108,6 @@ class Run:
         sampler=_check.TRANSFORMATION,
         key=_check.Key(needed=True),
         aux=parallel.STACKED | None,
-        loss_fn=_checks.Loss(),
         batch_per=_check.OneOf(BatchPer),
         steps_per_dispatch=_check.Whole(1),
         mesh=parallel.MESH,

@@ -64,10 +64,8 @@ Step: TypeAlias = Callable[[Members, Batch], Members]
     num_members=_check.Whole(1),
     key=_check.Key(needed=True),
     num_epochs=_check.Whole(1),
-    validation=_checks.Numbers(traced=False),
     patience=_check.Whole(1),
     aux=parallel.STACKED | None,
-    loss_fn=_checks.Loss(),
     mesh=parallel.MESH,
     specs=parallel.SPECS,
     directory=_check.PathLike() | None,
@@ -153,6 +151,7 @@ def warmstart(
     `sample`: Sommer et al. 2024.
     """
     optimizer = optax.with_extra_args_support(optimizer)
+    validation = _tree.as_numeric("warmstart", "validation", validation, copy=True)
     loss = _checks.loss_of("warmstart", loss_fn, aux is not None, stochastic)
     # The argument check has converted a seed to a typed key.
     typed = cast(jax.Array, key)
