@@ -149,28 +149,26 @@ def loss_of(
     return loss
 
 
+@dataclasses.dataclass
 class Losses:
-    """Losses of all chains on a batch; `loss` is in the form of `loss_of`."""
+    """Losses of a `number` of chains on a batch; `hint` is advice where the loss raises."""
 
-    def __init__(
-        self,
-        where: str,
-        loss: FullLoss,
-        number: int,
-        per_chain: bool,
-        mesh: Mesh | None,
-        hint: str = "",
-    ):
-        self.where, self.number, self.per_chain, self.mesh = where, number, per_chain, mesh
-        self.hint = hint  # Advice where the loss raises.
+    where: str
+    loss: FullLoss
+    number: int
+    per_chain: bool
+    mesh: Mesh | None
+    hint: str = ""
 
+    def __post_init__(self):
         def of_chain(chain, batch):
             # The next step splits the key in two.
             key = None if chain.key is None else jax.random.fold_in(chain.key, 2)
-            return loss(chain.params, chain.aux, key, batch)[0]
+            return self.loss(chain.params, chain.aux, key, batch)[0]
 
-        mapped = parallel.over_chains(of_chain, mesh=mesh, in_axes=(0, 0 if per_chain else None))
-        own = None if mesh is None else parallel._chain_sharding(mesh)
+        axes = 0, 0 if self.per_chain else None
+        mapped = parallel.over_chains(of_chain, mesh=self.mesh, in_axes=axes)
+        own = None if self.mesh is None else parallel._chain_sharding(self.mesh)
         self.compiled = jax.jit(mapped, out_shardings=own)
 
     def put(self, batch: Batch, stacked: bool = False) -> Batch:

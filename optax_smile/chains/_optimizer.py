@@ -29,11 +29,7 @@ class OptimizerState(NamedTuple):
     num_nonfinite: jax.Array
     num_gradients: jax.Array
     state_format: jax.Array
-
-    @property
-    def gradients_per_step(self) -> int:
-        """One."""
-        return 1
+    gradients_per_step = 1
 
     def stats(self) -> Stats:
         """Return the statistics of an optimizer; NaN for step size and energies."""
