@@ -272,8 +272,8 @@ DEFECTS = r"""
 +             loss=jnp.where(now.accepted
 # chains/_directory.py | test_sampling.py
 = chains and draws swapped | shapes
-- np.stack(leaves, axis=1)
-+ np.stack(leaves, axis=0)
+- np.stack(x, axis=1)
++ np.stack(x, axis=0)
 # chains/_host.py | test_resume.py
 = an ignored interrupt ends a run | ignored_interrupt
 - handled = [x for x in numbers if signal.getsignal(x) is not signal.SIG_IGN]

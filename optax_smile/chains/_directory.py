@@ -60,11 +60,8 @@ class MemoryRun:
 
     def result(self) -> Snapshots:
         """Return all draws `[chain, draw, ...]` and the trace `[chain, tick]`."""
-
-        def stack(*leaves):
-            return np.stack(leaves, axis=1)
-
-        params, trace = jax.tree.map(stack, *self.draws), jax.tree.map(stack, *self.trace)
+        rows = self.draws, self.trace
+        params, trace = (jax.tree.map(lambda *x: np.stack(x, axis=1), *part) for part in rows)
         return Snapshots(params, trace, self.settings, self.start)
 
 

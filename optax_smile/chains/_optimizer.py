@@ -35,22 +35,13 @@ class OptimizerState(NamedTuple):
         """Return the statistics of an optimizer; NaN for step size and energies."""
         unknown = jnp.full(self.num_gradients.shape, jnp.nan, jnp.float32)
         none, no = jnp.zeros_like(self.num_gradients), jnp.zeros_like(self.accepted)
-        return Stats(**dict.fromkeys(Stats._fields, unknown))._replace(
-            energy_level=jnp.ones_like(none),
-            accepted=self.accepted,
-            step_end=~no,
-            is_draw=~no,
-            num_rejected=none,
-            num_nonfinite=self.num_nonfinite,
-            num_outlying=none,
-            num_gradients=self.num_gradients,
-            on_its_way=no,
-            below_resolution=no,
-            num_altered=none,
-            is_altered=no,
-            num_parameters=none,
-            noise_id=none,
-        )
+        known = dict.fromkeys(Stats._fields, unknown) | {"energy_level": jnp.ones_like(none)}
+        known |= dict.fromkeys(("num_rejected", "num_outlying", "num_altered"), none)
+        known |= dict.fromkeys(("num_parameters", "noise_id"), none)
+        known |= dict.fromkeys(("on_its_way", "below_resolution", "is_altered"), no)
+        known |= {"accepted": self.accepted, "step_end": ~no, "is_draw": ~no}
+        known |= {"num_nonfinite": self.num_nonfinite, "num_gradients": self.num_gradients}
+        return Stats(**known)
 
     def last_accepted(self, params: optax.Params) -> Tree:
         """Return the iterate itself."""
