@@ -52,8 +52,7 @@ class CheckReport:
         tests = _table.counted(len(self.checks), "test")
         return "\n".join([*lines, "", f"{len(self.findings)} of {tests} found a mistake."])
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
 
 class _Batches(_check.Constraint):
@@ -253,5 +252,4 @@ def _of_keys(own: optax.OptState, params: optax.Params) -> Check:
     text = f"{found} the same random numbers as earlier chains."
     advice = "Make their states with `optax_smile.parallel.init(sampler, params, key=...)`."
     values = tuple(float(alike[chain]) for chain in copies)
-    check = _checks.judge("random numbers", values, 0.0, not copies, text, advice)
-    return check._replace(chains=copies)
+    return Check("random numbers", copies, values, 0.0, not copies, advice * bool(copies), text)
