@@ -467,33 +467,19 @@ def _num_distinct(batches: Sequence[Batch], per_chain: bool) -> int:
 
 
 class Gradients(NamedTuple):
-    """Record of the gradients of one chain.
+    """Record of the gradients of one chain; counters are int32."""
 
-    Attributes:
-        num_calls: gradients of the loss, int32.
-        num_nonfinite_calls: of these, gradients or losses with a non-finite entry, int32.
-        starts_finite: whether the first one was finite.
-        pending: sum of their fingerprints since the sampler received its last gradient, `[2]`.
-        num_pending: number of these fingerprints, int32.
-        num_compared: gradients that the sampler received and that could be compared, int32.
-        num_clipped: of these, ones shortened to one norm, as by a clip, int32.
-        num_changed: of these, ones changed in any other way, int32.
-        clip_norm: this norm, NaN before.
-        least_ratio: smallest ratio of a shortened one to the gradient.
-        changed_ratio: ratio of the last changed one, NaN if its direction differs.
-    """
-
-    num_calls: jax.Array
-    num_nonfinite_calls: jax.Array
-    starts_finite: jax.Array
-    pending: jax.Array
-    num_pending: jax.Array
-    num_compared: jax.Array
-    num_clipped: jax.Array
-    num_changed: jax.Array
-    clip_norm: jax.Array
-    least_ratio: jax.Array
-    changed_ratio: jax.Array
+    num_calls: jax.Array  # Gradients of the loss.
+    num_nonfinite_calls: jax.Array  # Of these, gradients or losses with a non-finite entry.
+    starts_finite: jax.Array  # Whether the first one was finite.
+    pending: jax.Array  # Sum of fingerprints `[2]` since the last gradient of the sampler.
+    num_pending: jax.Array  # Number of these fingerprints.
+    num_compared: jax.Array  # Gradients that the sampler received and that could be compared.
+    num_clipped: jax.Array  # Of these, ones shortened to one norm, as by a clip.
+    num_changed: jax.Array  # Of these, ones changed in any other way.
+    clip_norm: jax.Array  # Norm of the shortened ones, NaN before.
+    least_ratio: jax.Array  # Smallest ratio of a shortened one to the gradient.
+    changed_ratio: jax.Array  # Ratio of the last changed one, NaN if its direction differs.
 
 
 def no_gradients(number: int) -> Gradients:

@@ -35,19 +35,12 @@ def agree(signal: str | None, is_due: bool) -> tuple[str | None, bool]:
 
 
 class Position(NamedTuple):
-    """A position in a `Stream`, in a form for JSON.
+    """A position in a `Stream`, in a form for JSON."""
 
-    Attributes:
-        passes: complete passes before.
-        taken: batches taken from the current pass.
-        state: what `get_state` of the iterator returned, such as one of Grain, or None.
-        is_bytes: whether `state` is bytes in base 64.
-    """
-
-    passes: int
-    taken: int
-    state: Tree = None
-    is_bytes: bool = False
+    passes: int  # Complete passes before.
+    taken: int  # Batches taken from the current pass.
+    state: Tree = None  # What `get_state` of the iterator returned, such as one of Grain.
+    is_bytes: bool = False  # Whether `state` is bytes in base 64.
 
 
 class Stream:

@@ -14,21 +14,13 @@ from optax_smile.state import STATE_FORMAT, Stats, samplers
 
 
 class OptimizerState(NamedTuple):
-    """State of an optimizer with the members of a sampler's state, see `state.py`.
+    """State of an optimizer with the members of a sampler's state, see `state.py`."""
 
-    Attributes:
-        optimizer: its own state.
-        accepted: whether the last step led to finite parameters, and was taken.
-        num_nonfinite: calls with a non-finite gradient, loss or iterate, int32.
-        num_gradients: calls so far, int32.
-        state_format: see `state.STATE_FORMAT`.
-    """
-
-    optimizer: optax.OptState
-    accepted: jax.Array
-    num_nonfinite: jax.Array
-    num_gradients: jax.Array
-    state_format: jax.Array
+    optimizer: optax.OptState  # Its own state.
+    accepted: jax.Array  # Whether the last step led to finite parameters, and was taken.
+    num_nonfinite: jax.Array  # Calls with a non-finite gradient, loss or iterate, int32.
+    num_gradients: jax.Array  # Calls so far, int32.
+    state_format: jax.Array  # See `state.STATE_FORMAT`.
     gradients_per_step = 1
 
     def stats(self) -> Stats:

@@ -28,16 +28,11 @@ MULTIPLES, ROUNDING = (-1.0, 0.0, 1.0, 2.0), 1e-3
 
 
 class Mark(NamedTuple):
-    """What is known of an array in the program of a loss.
+    """What is known of an array in the program of a loss."""
 
-    Attributes:
-        value: its value; None if it depends on the batch.
-        terms: values that do not depend on the batch, of which the array is a sum.
-        form: "exp", "sum" of it, "probability", such an array "shifted" as by a log-softmax, or "".
-    """
-
-    value: Tree
-    terms: Sequence[Tree]
+    value: Tree  # Its value; None if it depends on the batch.
+    terms: Sequence[Tree]  # Values that do not depend on the batch, of which it is a sum.
+    # "exp", "sum" of it, "probability", such an array "shifted" as by a log-softmax, or "".
     form: str = ""
 
 

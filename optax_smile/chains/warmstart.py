@@ -31,27 +31,16 @@ INIT_RULE = "a function of (key) that returns floating-point parameters"
 
 
 class Members(NamedTuple):
-    """State of the training, every leaf `[member, ...]`.
+    """State of the training, every leaf `[member, ...]`."""
 
-    Attributes:
-        params: parameters after the last step.
-        state: state of the optimizer.
-        aux: auxiliary state of the model, or None.
-        key: key of a stochastic loss, or None.
-        loss: loss of the last batch.
-        best: parameters with the smallest validation loss so far, and their auxiliary state.
-        best_loss: the smallest validation loss.
-        stale: epochs since the smallest validation loss, int32.
-    """
-
-    params: optax.Params
-    state: optax.OptState
-    aux: Tree
-    key: jax.Array | None
-    loss: jax.Array
-    best: Tree
-    best_loss: jax.Array
-    stale: jax.Array
+    params: optax.Params  # Parameters after the last step.
+    state: optax.OptState  # State of the optimizer.
+    aux: Tree  # Auxiliary state of the model, or None.
+    key: jax.Array | None  # Key of a stochastic loss.
+    loss: jax.Array  # Loss of the last batch.
+    best: Tree  # Parameters and auxiliary state with the smallest validation loss so far.
+    best_loss: jax.Array  # This loss.
+    stale: jax.Array  # Epochs since then, int32.
 
 
 Step: TypeAlias = Callable[[Members, Batch], Members]
