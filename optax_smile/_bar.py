@@ -6,14 +6,9 @@ import jax
 
 
 class Bar(contextlib.AbstractContextManager["Bar"]):
-    """A progress bar by tqdm; does nothing if not wanted or if tqdm is not installed.
+    """A progress bar by tqdm, which says "compiling" until the first `show`.
 
-    It says "compiling" until the first `show`.
-
-    Args:
-        total: amount of work.
-        label: text before the bar.
-        show: whether to show it.
+    It does nothing unless `show` is True and tqdm is installed.
     """
 
     def __init__(self, total: int, label: str, show: bool):

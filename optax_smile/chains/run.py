@@ -18,14 +18,8 @@ from jax.sharding import Mesh
 from optax_smile import _check, _table, _tree, parallel
 from optax_smile._types import Batch, Output, Tree, Unchecked
 from optax_smile._warn import warn
-from optax_smile.chains import _checks, _host, _optimizer
+from optax_smile.chains import _checks, _directory, _host, _optimizer
 from optax_smile.chains._chains import Chains
-from optax_smile.chains._directory import (
-    DirectoryRun,
-    MemoryRun,
-    describe_batches,
-    how_to_resume,
-)
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.state import AFTER
@@ -38,8 +32,6 @@ LEFT = (
     "A process left the loop over `Run.draws` that another one continued. All processes of a run"
     " must leave it at the same draw: decide by what is equal in all of them."
 )
-
-
 # What follows the message of an interrupt after which the draws so far are returned.
 EXIT = (
     "See `interrupted` of the result: a script that is to be started again must exit with a status"
@@ -185,9 +177,9 @@ class Run:
         closing = contextlib.ExitStack()
         self._close = weakref.finalize(self, closing.close)
         try:
-            self._kept: MemoryRun | DirectoryRun
+            self._kept: _directory.MemoryRun | _directory.DirectoryRun
             if directory is None:
-                self._kept = MemoryRun(_tree.local(start), settings)
+                self._kept = _directory.MemoryRun(_tree.local(start), settings)
             else:
                 same = {
                     "batch_per": batch_per,
@@ -195,9 +187,9 @@ class Run:
                     "per_chain": per_chain,
                     "sampler": settings,
                     "key": np.asarray(jax.random.key_data(key)).tolist(),
-                    "batches": describe_batches("sample", batches),
+                    "batches": _directory.describe_batches("sample", batches),
                 }
-                self._kept = DirectoryRun(
+                self._kept = _directory.DirectoryRun(
                     directory, start, same, dtype, checkpoint_minutes, closing
                 )
             self._resume()
@@ -211,7 +203,7 @@ class Run:
     def _resume(self):
         """Continue from the newest checkpoint, or write the first one."""
         restored = None
-        if isinstance(self._kept, DirectoryRun):
+        if isinstance(self._kept, _directory.DirectoryRun):
             restored = self._kept.restore(self._chains.tree)
         if restored is None:
             self.checkpoint()
@@ -485,13 +477,13 @@ class Run:
         if signal is not None:
             self._interrupted = signal
             made = f"{self.num_steps} steps and {_table.counted(self._num_kept, 'draw')} per chain"
-            resume = how_to_resume(self._directory)
+            resume = _directory.how_to_resume(self._directory)
             raise Interrupted(f"`{self.where}` was stopped by {signal} after {made}. {resume}")
 
     @_method
     def checkpoint(self):
         """Write a checkpoint, after the draws before it; without a directory, do nothing."""
-        if isinstance(self._kept, DirectoryRun):
+        if isinstance(self._kept, _directory.DirectoryRun):
             place = {"num_gradients": self._num_gradients, "num_kept": self._num_kept}
             place["position"] = self._position._asdict()
             self._kept.checkpoint(self._chains.tree, place)
@@ -501,7 +493,7 @@ class Run:
         """Say why the run ends before all draws are made; raise if there are none."""
         if not self._num_kept:
             self._refuse_batches(end * self._batches_per_step)
-        resume = "" if self._directory is None else f" {how_to_resume(self._directory)}"
+        resume = "" if self._directory is None else f" {_directory.how_to_resume(self._directory)}"
         reason = (
             self._stream.defect + "." if self._stream.defect else f"the batches ran out. {RESTART}"
         )
