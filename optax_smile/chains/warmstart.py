@@ -21,8 +21,6 @@ from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _checks, _directory, _host
 
-# Functions whose errors are reported as those of `warmstart`.
-PARTS = "parallel.place", "parallel.init"
 # Jitter relative to the size of the weights, see `chains_from_weights`. It changes the LPPD of
 # trained networks by about .01 nats, at most .05 (energy, concrete, diabetes); 0.1 changes it by up
 # to 2.
@@ -241,7 +239,7 @@ def warmstart(
     return members.best["params"] if aux is None else members.best
 
 
-@_check.called("warmstart", *PARTS, tree="params", sampler="optimizer")
+@_check.called("warmstart", "parallel.place", "parallel.init", tree="params", sampler="optimizer")
 def _begin(
     init_fn: Callable[[jax.Array], optax.Params],
     optimizer: optax.GradientTransformationExtraArgs,
