@@ -15,8 +15,7 @@ import optax
 from optax_smile import _disk
 from optax_smile._types import Options, Tree, Unchecked
 
-# Larger arrays are described by shape and checksum.
-LARGEST_ARRAY = 16
+LARGEST_ARRAY = 16  # Larger arrays are described by shape and checksum.
 _REPORTS: ContextVar[Options | None] = ContextVar("reports", default=None)
 # Settings of a run whose draws an optimizer made.
 OPTIMIZER: Mapping[str, object] = {"name": "optimizer", "is_posterior": False}

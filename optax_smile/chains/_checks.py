@@ -24,36 +24,21 @@ from optax_smile.state import MOST_RISE, SamplerState, find
 ChainLosses: TypeAlias = Callable[..., jax.Array]
 # A loss in the form `(params, aux, key, batch) -> (loss, aux)`, see `loss_of`.
 FullLoss: TypeAlias = Callable[..., tuple[jax.Array, Tree]]
-# A loss whose halves add up to the whole within this relative difference is a sum.
-NEAR_ONE = 0.05
+NEAR_ONE = 0.05  # A loss is a sum if its halves add up to the whole within this difference.
 # `num_data` and the examples of a list may differ by less than this factor: lists may be a part of
-# the data, or hold several passes.
-MOST_RATIO = 10
-# The same for `num_data` and the tokens of a list: padding, and targets that are not counted.
-MOST_TOKEN_RATIO = 4
-# Batches whose sizes differ by less than this factor weight their examples about equally.
-NEARLY_EQUAL = 1.1
-NUM_DATA = (
-    "Set it to the number of terms that the mean loss averages over the whole data set: examples,"
-    " or tokens for a language model."
-)
+# the data, or hold several passes. The same for its tokens, some of which may be padding.
+MOST_RATIO, MOST_TOKEN_RATIO = 10, 4
+NEARLY_EQUAL = 1.1  # Ratio of the sizes of batches that weight their examples about equally.
+NUM_DATA = "Set it to the number of terms of the mean loss over all data: examples, or tokens."
 SUMMED = "`loss_fn` looks like a sum over the examples: divide by their number."
-UNEQUAL = (
-    "Drop the smaller batch. Under a mean loss its examples count more than those of a large one,"
-    " and the posterior is not that of the data."
-)
-TOO_FEW = (
-    "The model has too many parameters for these data. To sample around trained weights, see"
-    " `optax_smile.local.local_precision`."
-)
+UNEQUAL = "Drop the smaller batch: a mean loss counts its examples more than those of a large one."
+TOO_FEW = "Too many parameters for these data: see `optax_smile.local.local_precision`."
 USABLE = "an iterable of batches, numeric arrays with examples, all of the same structure"
 
 # Rounding errors of a fingerprint, relative to the norm: twenty times what was seen in float32.
 TOLERANCE = 2e-5
-# Relative variation up to which the norms of clipped gradients count as equal.
-CONSTANT = 1e-3
-# Share of the calls that may look altered by accident.
-MOST_ALTERED = 0.01
+CONSTANT = 1e-3  # Relative variation up to which the norms of clipped gradients count as equal.
+MOST_ALTERED = 0.01  # Share of the calls that may look altered by accident.
 # Share of the calls with a clipped or non-finite gradient above which to warn.
 MOST_CLIPPED, MOST_NONFINITE_CALLS = 0.01, 0.001
 BEFORE = (
@@ -64,10 +49,7 @@ CLIP = "Clip at a norm that gradients rarely exceed, or not at all."
 SINGLE = "Put a single batch in a list: `[batch]`."
 PAIR = "Put the arrays of a single batch in a tuple: `[(x, y)]`."
 NOT_FINITE = "Are the batches finite, and the labels in their range?"
-NONFINITE = (
-    "Their steps were rejected, and the draws are not those of the posterior. Are the batches"
-    " finite, and the gradients of the loss on them?"
-)
+NONFINITE = "Their steps were rejected, which biases the draws. Are the batches finite?"
 
 # What `_program.read` finds: the text of the check, its verbs if it fails or passes, and advice.
 PROGRAM = {
@@ -87,8 +69,7 @@ PROGRAM = {
         "Arrays of shapes (n, 1) and (n,) broadcast to (n, n): give outputs and targets one shape.",
     ),
 }
-# Relative rounding errors of a mean loss.
-LOSS_ROUNDING = 1e-5
+LOSS_ROUNDING = 1e-5  # Relative rounding errors of a mean loss.
 # Angle by which the change of the gradients turns the momentum in a step of `angle_tuner`, and the
 # factor by which shorter steps of a user are too short.
 ANGLE, MOST_SHORT = 0.06, 10.0
@@ -97,8 +78,7 @@ ANGLE, MOST_SHORT = 0.06, 10.0
 # and float32 still resolves the difference.
 DISTURBANCE = 0.02
 SEED = 0
-# Pairs of random directions, which estimate the trace of the squared Hessian to a third.
-NUM_PAIRS = 8
+NUM_PAIRS = 8  # Of random directions, which estimate the trace of the squared Hessian to a third.
 
 
 def judge(

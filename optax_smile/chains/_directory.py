@@ -22,10 +22,8 @@ from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 from optax_smile.state import STATE_FORMAT
 
-# Number of checkpoints to keep: if the newest is damaged, the one before it serves.
-KEPT = 2
-# Version of the files and of the states of samplers in them.
-FORMATS = [_format.FORMAT, STATE_FORMAT]
+KEPT = 2  # Checkpoints: if the newest is damaged, the one before it serves.
+FORMATS = [_format.FORMAT, STATE_FORMAT]  # Of the files, and of the states of samplers in them.
 # Names a checkpoint that cannot be read.
 _reading = partial(
     _disk.naming,

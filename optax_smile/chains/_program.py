@@ -21,8 +21,7 @@ CALLS |= {"checkpoint", "remat", "remat2"}
 LINEAR = {"broadcast_in_dim", "convert_element_type", "copy", "neg", "reduce_sum", "reshape"}
 LINEAR |= {"squeeze", "stop_gradient", "transpose"}
 SUMS, PRODUCTS = {"add", "add_any", "sub"}, {"mul", "div"}
-# More terms of an array are not followed.
-MOST_TERMS = 999
+MOST_TERMS = 999  # More terms of an array are not followed.
 # Multiples of the parameters at which terms are computed, and relative rounding errors.
 MULTIPLES, ROUNDING = (-1.0, 0.0, 1.0, 2.0), 1e-3
 

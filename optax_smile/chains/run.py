@@ -26,8 +26,7 @@ from optax_smile.state import AFTER
 
 BatchPer = Literal["gradient", "step"]
 RESTART = "A generator cannot be restarted: pass a list."
-# Steps between two times at which several processes agree on signals and checkpoints.
-AGREE_EVERY = 100
+AGREE_EVERY = 100  # Steps after which several processes agree on signals and checkpoints.
 LEFT = (
     "A process left the loop over `Run.draws` that another one continued. All processes of a run"
     " must leave it at the same draw: decide by what is equal in all of them."

@@ -35,8 +35,7 @@ NUM_SCORED = 16
 # Part of the gain from twice as many draws that each further doubling is assumed to add, and the
 # largest such gain of an input, in nats: see `benchmarks/notes/temperature.md`.
 GAIN_KEPT, LARGEST_GAIN = 0.5, float(np.log(2))
-# Standard errors by which a finalist must be ahead of the chosen one to run again.
-CLEARLY = 2
+CLEARLY = 2  # Standard errors by which a finalist must lead the chosen one to run again.
 # Files with the scores of all rounds, and with the predictions of a candidate in its round.
 ROUNDS, PART = "rounds.json", "round.safetensors"
 PARTS = "Run", "Run.advance", "Run.draws", "sample", "predict", "Predictor", "Predictor.update"
