@@ -175,7 +175,7 @@ def test_signals_end_a_run_in_order_and_a_second_control_c_at_once(tmp_path, who
         # One warning, at the line that calls `sample`.
         (warning,) = seen
         assert f"checkpoint is in {directory}: repeat the call to resume" in str(warning.message)
-        assert "See `interrupted` of the result: a script" in str(warning.message)
+        assert "to be restarted must not exit with status 0" in str(warning.message)
         assert warning.filename == runs.__file__
     twice = tmp_path / "twice"
     with pytest.raises(KeyboardInterrupt, match="^Interrupted twice"):

@@ -303,10 +303,8 @@ class _Recorder:
         if np.any(draws.trace["is_altered"]):
             raise ValueError("`draws`: the loop changed the updates. These are no posterior draws.")
         if self.is_blind:
-            warn(
-                "`draws`: the loop does not pass `params` to `update`. Changes of the updates,"
-                " after which these are no posterior draws, are not detected."
-            )
+            blind = "changes of the updates, which make draws wrong, go unnoticed"
+            warn(f"`draws`: the loop does not pass `params` to `update`, so that {blind}.")
         if np.max(draws.trace["num_gradients"]) >= _check.LARGEST_WHOLE - 2 * self.thin:
             ends = f"recording ends at call {_check.LARGEST_WHOLE} of `update`"
             warn(f"`draws`: {ends}. To go on, call `init` with the last draw.")

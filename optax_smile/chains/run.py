@@ -27,15 +27,9 @@ from optax_smile.state import AFTER
 BatchPer = Literal["gradient", "step"]
 RESTART = "A generator cannot be restarted: pass a list."
 AGREE_EVERY = 100  # Steps after which several processes agree on signals and checkpoints.
-LEFT = (
-    "A process left the loop over `Run.draws` that another one continued. All processes of a run"
-    " must leave it at the same draw: decide by what is equal in all of them."
-)
+LEFT = "A process left the loop over `Run.draws`, which all must leave at the same draw."
 # What follows the message of an interrupt after which the draws so far are returned.
-EXIT = (
-    "See `interrupted` of the result: a script that is to be started again must exit with a status"
-    " other than 0."
-)
+EXIT = "A script that is to be restarted must not exit with status 0: see `interrupted`."
 
 
 class Interrupted(KeyboardInterrupt):

@@ -145,17 +145,12 @@ def warmstart(
     members = _begin(init_fn, optimizer, num_members, typed, stochastic, aux, mesh, specs)
     shapes = _tree.shapes_of_one(members.params)
     if _settings.of(optimizer, shapes) is not None:
-        warn(
-            "`warmstart`: `optimizer` is a sampler, so it returns draws instead of trained weights."
-            " Pass an optimizer to `warmstart`. Pass the sampler to `sample`."
-        )
+        warn("`warmstart`: `optimizer` is a sampler, which gives draws. Pass it to `sample`.")
     elif check and not stochastic:
         first = _tree.first_alike(_tree.local(members.params))
         if copies := [member for member, like in enumerate(first) if first.count(like) > 1]:
-            warn(
-                "`warmstart`: `init_fn` returned the same parameters for members"
-                f" {copies}. Does it use its key?"
-            )
+            what = f"the same parameters for members {copies}. Does it use its key?"
+            warn(f"`warmstart`: `init_fn` returned {what}")
     train_one, judge_one = _steps(loss, optimizer, patience, validation is None)
     train = parallel.step(train_one, members, mesh=mesh)
     judge = parallel.step(judge_one, members, mesh=mesh)
