@@ -6,10 +6,7 @@ import jax
 
 
 class Bar(contextlib.AbstractContextManager["Bar"]):
-    """A progress bar by tqdm, which says "compiling" until the first `show`.
-
-    It does nothing unless `show` is True and tqdm is installed.
-    """
+    """A progress bar, if tqdm is installed, which says "compiling" until the first `show`."""
 
     def __init__(self, total: int, label: str, show: bool):
         self._bar = None

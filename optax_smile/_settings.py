@@ -24,10 +24,7 @@ CHOSEN: Mapping[str, object] = {"name": "chosen draws", "is_posterior": False}
 
 
 def reporting(init: optax.TransformInitFn, settings: Mapping[str, object]) -> optax.TransformInitFn:
-    """Make an `init` that reports settings to `of`.
-
-    Every wrapper of Optax calls the `init` of what it wraps.
-    """
+    """Make an `init` that reports settings to `of`; wrappers of Optax call what they wrap."""
 
     def reported(params: optax.Params) -> Tree:
         _report(settings)
@@ -59,10 +56,7 @@ def origin(settings: Mapping[str, object] | None) -> str:
 
 
 def of(transformation: optax.GradientTransformation, params: optax.Params) -> Options | None:
-    """Return name and arguments of a sampler or of one in a wrapper, as JSON types; None without.
-
-    `params` are those of one chain, or their shapes.
-    """
+    """Return name and arguments of a sampler, also in a wrapper, as JSON types; None without."""
 
     def numbers() -> dict[str, jax.Array]:
         """Only a compiled program knows what `optax.inject_hyperparams` injects."""

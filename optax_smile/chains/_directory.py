@@ -158,10 +158,7 @@ class Checkpoints:
 
 
 class DirectoryRun(Checkpoints):
-    """Locks a directory, and keeps draws, manifest and checkpoints there.
-
-    `settings` must be the same to resume. `closing` closes the files and the lock.
-    """
+    """Locks a directory until `closing`, and keeps draws, manifest and checkpoints there."""
 
     def __init__(
         self,

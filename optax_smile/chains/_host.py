@@ -128,9 +128,7 @@ def stop_signals() -> Iterator[Callable[[], str | None]]:
 
     def note(number, frame):
         if received and number == signal.SIGINT:
-            raise KeyboardInterrupt(
-                "Interrupted twice: stopped at once, without a checkpoint of the last steps."
-            )
+            raise KeyboardInterrupt("Interrupted twice: stopped at once, without a checkpoint.")
         received.append(signal.Signals(number).name)
 
     if threading.current_thread() is not threading.main_thread():

@@ -54,10 +54,7 @@ def is_optimizer(transformation: optax.GradientTransformation, params: optax.Par
 def as_sampler(
     optimizer: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap an optimizer so that chains run it like a sampler.
-
-    Steps to non-finite parameters are skipped, as by `optax.apply_if_finite`.
-    """
+    """Make a sampler of an optimizer; steps to non-finite parameters are skipped."""
 
     def init(params: optax.Params) -> OptimizerState:
         return OptimizerState(

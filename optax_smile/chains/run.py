@@ -507,10 +507,7 @@ class Run:
 def _usable(
     where: str, stream: _host.Stream, per_chain: bool, warns: bool, misfit: Callable[[Batch], str]
 ) -> Iterator[Batch]:
-    """Yield batches up to an unusable one, and warn once of a batch of another size.
-
-    `misfit` says why the loss does not take a batch; `stream.defect` is set in the end.
-    """
+    """Yield batches up to one with a `stream.defect`, and warn once of one of another size."""
     structure, first, known = None, None, set()
     for batch in stream:
         structure = structure or jax.tree.structure(batch)

@@ -175,10 +175,7 @@ def sample(
         draws = run.snapshots()
         if isinstance(draws, StoredSnapshots):
             if run.num_steps == begun_at:
-                warn(
-                    f"`sample`: the run in {directory} is finished. Its draws are returned. A"
-                    " larger `num_draws` extends it."
-                )
+                warn(f"`sample`: the run in {directory} is finished. Its draws are returned.")
             draws.draws = draws.draws[:num_draws]
     return draws
 
