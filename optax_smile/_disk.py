@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import stat
 import types
 import zlib
@@ -15,10 +14,6 @@ import numpy as np
 
 from optax_smile import _check
 
-# Temporary files of killed runs.
-_DRAFT = re.compile(
-    r"\.(draw-|start\.|checkpoint-|manifest\.|prediction-).*(safetensors|json)\.[0-9]+"
-)
 # What a JSON file or header contains.
 Json: TypeAlias = dict[str, Any]
 
@@ -45,13 +40,6 @@ def write(path: Path, content: bytes):
         advice = "Earlier draws are safe. Make room and the directory writable, or choose another"
         message = f"{error.strerror}: could not write this file. {advice}"
         raise OSError(error.errno, message, str(path)) from error
-
-
-def remove_drafts(directory: Path):
-    """Remove temporary files that killed runs left behind."""
-    for draft in directory.glob(".*"):
-        if _DRAFT.fullmatch(draft.name):
-            draft.unlink(missing_ok=True)
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:

@@ -578,14 +578,6 @@ def _of_share(kind: str, share: float, bound: float, text: str, advice: str) -> 
     return judge(kind, (share,), bound, share <= bound, text if share else "none.", advice)
 
 
-def warn_of_gradients(where: str, seen: Gradients):
-    """Warn at the end of a run of clipped and of non-finite gradients."""
-    # A process may hold no chain.
-    if seen.num_calls.size:
-        warn_if_failed(where, check_finite(seen))
-        warn_if_failed(where, check_clips(seen))
-
-
 # The start.
 
 

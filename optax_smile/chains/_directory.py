@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -24,6 +25,8 @@ from optax_smile.state import STATE_FORMAT
 
 KEPT = 2  # Checkpoints: if the newest is damaged, the one before it serves.
 FORMATS = [_format.FORMAT, STATE_FORMAT]  # Of the files, and of the states of samplers in them.
+# Temporary files of killed runs.
+DRAFT = re.compile(r"\.(draw-|start\.|checkpoint-|manifest\.|prediction-).*(safetensors|json)\.\d+")
 # Names a checkpoint that cannot be read.
 _reading = partial(
     _disk.naming,
@@ -295,8 +298,9 @@ def lock(where: str, directory: Path) -> Iterator[None]:
                 _check.fail(where, "directory", "used by no other live run", got)
             # Otherwise a process forked meanwhile, such as to read batches, would keep the lock.
             closing.callback(fcntl.flock, file, fcntl.LOCK_UN)
-        if jax.process_index() == 0:
-            _disk.remove_drafts(directory)
+        for draft in directory.glob(".*"):
+            if jax.process_index() == 0 and DRAFT.fullmatch(draft.name):
+                draft.unlink(missing_ok=True)
         yield
 
 

@@ -130,11 +130,8 @@ def _combine(eqn, name: str, marks: list[Mark], form: str) -> list[Mark]:
 
 def _run(eqn, marks: list[Mark]) -> list[Tree]:
     """Compute the results of an equation from known inputs, as a program of its own."""
-    known = {
-        x: mark.value
-        for x, mark in zip(eqn.invars, marks, strict=True)
-        if not isinstance(x, Literal)
-    }
+    pairs = zip(eqn.invars, marks, strict=True)
+    known = {x: mark.value for x, mark in pairs if not isinstance(x, Literal)}
     inside = [], [*known], eqn.outvars, [eqn]
     program = Jaxpr(*inside, debug_info=DebugInfo("loss", "loss", None, None))
     return jaxpr_as_fun(ClosedJaxpr(program, ()))(*known.values())

@@ -348,8 +348,10 @@ class Run:
             self.checkpoint()
         if self._is_optimizer:
             _optimizer.warn_of_nonfinite(self.where, self.stats["num_nonfinite"])
-        elif self._warns and self._gradients is not None:
-            _checks.warn_of_gradients(self.where, self._gradients)
+        elif self._warns and (seen := self._gradients) is not None and seen.num_calls.size:
+            # A process may hold no chain.
+            for check in (_checks.check_finite(seen), _checks.check_clips(seen)):
+                _checks.warn_if_failed(self.where, check)
         draws = self._kept.result()
         vars(draws).update(interrupted=self._interrupted)
         return draws
@@ -449,7 +451,11 @@ class Run:
         """Check what the chains did, and keep their statistics and, at its place, a draw."""
         self._stats, self._gradients = self._chains.record()
         _checks.check_gradients("sample", self._gradients, not self._is_optimizer)
-        _check_unaltered(self._stats)
+        if altered := np.flatnonzero(self._stats["is_altered"]).tolist():
+            rule = "a sampler whose updates are applied unchanged"
+            number, calls = (self._stats[x][altered[0]] for x in ("num_altered", "num_gradients"))
+            got = f"changed updates in {number} of {calls} calls, in the chains {altered}"
+            _check.fail("sample", "sampler", rule, got, AFTER)
         is_draw = is_place and bool(np.all(self._stats["is_draw"]))
         if is_draw and not self._num_kept and self._warns:
             found = _checks.check_step_size(self._chains.settings, self._chains.tree.state)
@@ -527,13 +533,3 @@ def _usable(
             warns = check.passed
             _checks.warn_if_failed(where, check)
         yield batch
-
-
-def _check_unaltered(stats: Mapping[str, np.ndarray]):
-    """Require parameters to which the sampler's updates lead."""
-    altered = np.flatnonzero(stats["is_altered"]).tolist()
-    if altered:
-        rule = "a sampler whose updates are applied unchanged"
-        number, calls = (stats[x][altered[0]] for x in ("num_altered", "num_gradients"))
-        got = f"changed updates in {number} of {calls} calls, in the chains {altered}"
-        _check.fail("sample", "sampler", rule, got, AFTER)

@@ -83,9 +83,8 @@ class Selection(NamedTuple):
 
     def __str__(self) -> str:
         rows = [("0", "start", self.start_lppd, *[np.nan] * 3)]
-        for number, lppd, projected, error in zip(
-            self.num_steps, self.lppd, self.projected, self.standard_error, strict=True
-        ):
+        rounds = zip(self.num_steps, self.lppd, self.projected, self.standard_error, strict=True)
+        for number, lppd, projected, error in rounds:
             ranked = np.argsort(-projected)[: np.count_nonzero(~np.isnan(projected))]
             for place in ranked:
                 steps = str(number) if place == ranked[0] else ""
