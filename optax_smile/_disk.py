@@ -14,8 +14,7 @@ import numpy as np
 
 from optax_smile import _check
 
-# What a JSON file or header contains.
-Json: TypeAlias = dict[str, Any]
+Json: TypeAlias = dict[str, Any]  # What a JSON file or header contains.
 
 
 def write(path: Path, content: bytes):

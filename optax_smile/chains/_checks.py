@@ -287,15 +287,10 @@ def check_step_size(settings: Options | None, state: Tree) -> Check | None:
         factor = float(np.median(np.sqrt(angle / (rate * length))))
     size, short = float(np.median(length)), factor > MOST_SHORT
     many = int(np.max(stats["num_parameters"]))
-    text = (
-        f"step_size={size:.3g} is the length of a step of all {many} parameters together, and"
-        f" {'too short' if short else 'long enough'} for them."
-    )
-    advice = (
-        f"It is not a learning rate: each parameter moves by about {size / math.sqrt(many):.2g}."
-        " Leave out `step_size`, which `psmile` and `smile` then choose, or try at"
-        f" least {size * factor:.2g}."
-    )
+    fits = "too short for them" if short else "long enough for them"
+    text = f"step_size={size:.3g} is the length of a step of all {many} parameters, and {fits}."
+    each = f"each parameter moves by about {size / math.sqrt(many):.2g}"
+    advice = f"It is no learning rate: {each}. Leave it out, or try at least {size * factor:.2g}."
     return judge("step size", (factor,), MOST_SHORT, not short, text, advice)
 
 

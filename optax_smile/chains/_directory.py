@@ -187,10 +187,8 @@ class DirectoryRun(Checkpoints):
             given = map(self.files.rounded, names, map(np.asarray, leaves))
             same = partial(np.array_equal, equal_nan=True)
             if not all(map(same, given, jax.tree.leaves(self.result().start))):
-                warn(
-                    f"`sample`: the run in {directory} continues from its checkpoint. Your `params`"
-                    " differ from its start and are ignored."
-                )
+                ignored = "Your `params` differ from its start and are ignored."
+                warn(f"`sample`: the run in {directory} continues from its checkpoint. {ignored}")
         # Nobody writes before all have looked.
         _wait_for_all()
         _format.write_manifest(self.directory, self.manifest)
@@ -239,10 +237,8 @@ class DirectoryRun(Checkpoints):
         self.files.flush()
         if wide := sorted(self.files.wide - self.warned):
             self.warned.update(wide)
-            warn(
-                f"`sample`: {', '.join(wide)} had numbers that are too large or too small for"
-                f" {self.files.dtype}, and these draws were stored in full precision."
-            )
+            had = f"had numbers that are too large or too small for {self.files.dtype}"
+            warn(f"`sample`: {', '.join(wide)} {had}; these draws were stored in full precision.")
         self.save(place["num_gradients"], carry, place)
 
     def result(self) -> StoredSnapshots:

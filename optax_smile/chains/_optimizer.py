@@ -86,8 +86,6 @@ def as_sampler(
 def warn_of_nonfinite(where: str, number: np.ndarray):
     """Warn of chains with non-finite numbers, in `number` `[chain]` steps."""
     if chains := np.flatnonzero(number).tolist():
-        warn(
-            f"`{where}`: {_table.counted(int(np.sum(number)), 'step')} of the chains {chains} had a"
-            " non-finite gradient, loss or iterate. Steps to non-finite iterates were skipped; see"
-            " `num_nonfinite` in the trace. Try a smaller learning rate."
-        )
+        steps = f"{_table.counted(int(np.sum(number)), 'step')} of the chains {chains}"
+        advice = "Steps to non-finite iterates were skipped. Try a smaller learning rate."
+        warn(f"`{where}`: {steps} had a non-finite gradient, loss or iterate. {advice}")

@@ -163,10 +163,8 @@ def _of_data(batches: list[Batch], is_whole: bool, settings: Options) -> Iterato
         text = f"in passes over these {len(batches)}, a batch always gets the same of two weights."
         yield _checks.judge("two gradients", (len(batches),), 1.0, False, text, ALTERNATE)
     num_data = settings.get("num_data")
-    test = _checks.at_least(batches[0], num_data, False)
-    if is_whole and (of_all := _checks.amount(batches, num_data, False)):
-        test = of_all
-    if test:
+    test = _checks.amount(batches, num_data, False) if is_whole else None
+    if test := test or _checks.at_least(batches[0], num_data, False):
         yield test
 
 

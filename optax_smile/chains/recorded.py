@@ -24,8 +24,7 @@ from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 
 REPEAT = "Use the same data, seeds and program. For another fit, choose a new directory."
-# Arguments of the samplers that have steps without draws.
-SKIPPING = {"exploration", "adapt_steps"}
+SKIPPING = {"exploration", "adapt_steps"}  # Arguments of samplers with steps without draws.
 
 
 class RecordedState(NamedTuple):

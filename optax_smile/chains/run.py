@@ -395,8 +395,6 @@ class Run:
         if self._refusal:
             raise ValueError(f"`{method}`: {self._refusal}")
 
-    # Steps.
-
     @contextlib.contextmanager
     def heeding(self) -> Iterator[None]:
         """Let signals end the run between two steps, also outside of its methods."""
@@ -493,9 +491,8 @@ class Run:
         if not self._num_kept:
             self._refuse_batches(end * self._batches_per_step)
         resume = "" if self._directory is None else f" {_directory.how_to_resume(self._directory)}"
-        reason = (
-            self._stream.defect + "." if self._stream.defect else f"the batches ran out. {RESTART}"
-        )
+        defect = self._stream.defect
+        reason = f"{defect}." if defect else f"the batches ran out. {RESTART}"
         fewer = f"{self._num_kept} of {num_draws} draws per chain"
         warn(f"`{self.where}` ended early with {fewer}: {reason}{resume}")
 

@@ -186,10 +186,8 @@ def warmstart(
                 for _ in batches:
                     pass
         elif epoch:
-            warn(
-                f"`warmstart`: the training in {directory} is finished. Its {num_members} members,"
-                f" trained for {epoch} epochs, are returned."
-            )
+            what = f"Its {num_members} members, trained for {epoch} epochs, are returned."
+            warn(f"`warmstart`: the training in {directory} is finished. {what}")
         while epoch < num_epochs and not signal and not _are_done(members, patience):
             num_batches, copies = 0, not isinstance(batches, (list, tuple))
             for num_batches, given in enumerate(batches, 1):
