@@ -15,6 +15,7 @@ import numpy as np
 from optax_smile import _check
 
 Json: TypeAlias = dict[str, Any]  # What a JSON file or header contains.
+RESTORE = "Restore it: the other draws stay readable."
 
 
 def write(path: Path, content: bytes):
@@ -124,11 +125,7 @@ def _sum_of(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 @contextlib.contextmanager
-def naming(
-    file: Path,
-    what: str = "snapshot",
-    remedy: str = "Restore it: the other draws stay readable.",
-) -> Iterator[None]:
+def naming(file: Path, what: str = "snapshot", remedy: str = RESTORE) -> Iterator[None]:
     """Re-raise read errors as a ValueError that names the file."""
     try:
         yield

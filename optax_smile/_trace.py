@@ -55,11 +55,8 @@ def warn_of_equal_keys(where: str, noise_id: np.ndarray):
     """Warn of chains with equal keys; `noise_id` is as for `chains_with_equal_keys`."""
     if groups := chains_with_equal_keys(noise_id):
         chains = " and ".join(map(str, groups))
-        warn(
-            f"`{where}`: the chains {chains} have equal keys, so they draw the same random numbers"
-            " and are not independent. Give each chain its own key, as"
-            " `parallel.init(sampler, params, key=...)` does."
-        )
+        advice = "Give each chain its own key, as `parallel.init(sampler, params, key=...)` does."
+        warn(f"`{where}`: the chains {chains} have equal keys and are not independent. {advice}")
 
 
 def chains_with_equal_keys(noise_id: np.ndarray) -> list[list[int]]:

@@ -366,11 +366,8 @@ def test_one_batch_and_networks_that_are_not_stacked_are_told_apart():
     with pytest.raises(ValueError, match=rf"`check\(batch=...\).*batch 1, .*not fit.*{pair}"):
         optax_smile.check(lambda w, batch: jnp.mean(batch @ w), jnp.ones(2), [x, y], quiet())
     one = {"w": jnp.ones((2, 4)), "b": jnp.zeros(4)}
-    for params, advice in (
-        (one, r"For one network, use `chains_from_weights\(\[params\]"),
-        ([one, one, one], r"for a list of networks, `chains_from_weights\(params\)`\."),
-        ((one["w"], one["b"]), "For one network"),
-    ):
+    for params in (one, [one, one, one], (one["w"], one["b"])):
+        advice = r"Stack .* `chains_from_weights\(\[params, \.\.\.\]"
         with pytest.raises(ValueError, match=rf"`sample\(params=...\)` must .*{advice}"):
             run(params=params)
 

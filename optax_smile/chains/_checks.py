@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from optax_smile import _check, _table, _tree, parallel
-from optax_smile._types import Batch, Options, Output, Tree
+from optax_smile._types import Batch, Options, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _program
 from optax_smile.diagnostics.findings import Check, chooser
@@ -81,9 +81,7 @@ SEED = 0
 NUM_PAIRS = 8  # Of random directions, which estimate the trace of the squared Hessian to a third.
 
 
-def judge(
-    kind: str, value: tuple[float, ...], bound: float, passed: bool, text: str, advice: str
-) -> Check:
+def judge(kind: str, value: tuple, bound: float, passed: bool, text: str, advice: str) -> Check:
     """Make a check of all chains, with advice if it failed."""
     return Check(kind, (), value, bound, passed, "" if passed else advice, text)
 
@@ -94,18 +92,13 @@ def warn_if_failed(where: str, check: Check | None):
         warn(f"`{where}`: {check.text} {check.advice}")
 
 
-STARTS = dataclasses.replace(
-    parallel.STACKED,
-    advice="For one network, use `chains_from_weights([params], num_chains=4, key=0)`; for a list"
-    " of networks, `chains_from_weights(params)`.",
-)
+STACK = "Stack a list of networks: `chains_from_weights([params, ...], num_chains=4, key=0)`."
+STARTS = dataclasses.replace(parallel.STACKED, advice=STACK)
 
 # The loss.
 
 
-def loss_of(
-    where: str, loss_fn: Callable[..., Output], has_aux: bool, is_stochastic: bool
-) -> FullLoss:
+def loss_of(where: str, loss_fn: Callable, has_aux: bool, is_stochastic: bool) -> FullLoss:
     """Convert a loss to the form `(params, aux, key, batch) -> (loss, aux)`."""
     form = ", ".join(["params", "batch", *["aux="] * has_aux, *["key="] * is_stochastic])
     advice = "It also gets `aux` if you pass one, and `key` if `stochastic`."
@@ -340,9 +333,7 @@ def advice_on_axes(params: optax.Params, batches: object) -> str:
     return f"{axes} chains. {advice_on_single(batches)}".rstrip()
 
 
-def check_list(
-    where: str, batches: Sequence[Batch], num_data: object, per_chain: bool, warns: bool
-):
+def check_list(where: str, batches: Sequence, num_data: object, per_chain: bool, warns: bool):
     """Require a list of usable batches; optionally warn of unequal sizes and of `num_data`."""
     hint, kind = advice_on_single(batches), type(batches).__name__
     if not batches:
@@ -582,8 +573,7 @@ def rise(
     """Find a posterior whose draws certainly have a far larger loss than `start`, that of `params`.
 
     The test uses a lower bound for a quadratic loss: how far the loss of a network rises cannot be
-    predicted from the curvature at its start. Returns None if the bound is unknown. Of several
-    prior precisions the largest counts.
+    predicted from the curvature at its start. Returns None if the bound is unknown.
     """
     if not settings or not {"num_data", "temperature", "prior_precision"} <= settings.keys():
         return None

@@ -71,12 +71,11 @@ def as_sampler(
         accepted = _tree.all_finite(optax.apply_updates(params, moves))
         is_sound = accepted & _tree.all_finite((updates, given.get("value")))
         still = jax.tree.map(jnp.zeros_like, moves)
-        return optax.tree.where(accepted, moves, still), OptimizerState(
+        return optax.tree.where(accepted, moves, still), state._replace(
             optimizer=optax.tree.where(accepted, inner, state.optimizer),
             accepted=accepted,
             num_nonfinite=_tree.count(state.num_nonfinite, ~is_sound),
             num_gradients=_tree.count(state.num_gradients),
-            state_format=state.state_format,
         )
 
     described: optax.TransformInitFn = _settings.reporting(init, _settings.OPTIMIZER)

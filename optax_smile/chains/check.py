@@ -19,8 +19,7 @@ from optax_smile.chains._chains import Chains
 from optax_smile.diagnostics.findings import Check
 from optax_smile.state import AFTER, samplers
 
-# Largest number of batches that are read, and smallest numbers of updates and of gradients that the
-# sampler receives.
+# Most batches that are read, fewest updates, and fewest gradients that the sampler receives.
 MOST_BATCHES, LEAST_CALLS, LEAST_RECEIVED = 256, 8, 3
 ALTERNATE = "Shuffle each pass, or drop a batch. `sample` alternates the weights by itself."
 CHAINED = (
@@ -30,11 +29,7 @@ CHAINED = (
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CheckReport:
-    """Result of `check`; print it for sentences.
-
-    Attributes:
-        checks: all tests that could be made, passed or not.
-    """
+    """Result of `check`; print it for sentences. `checks` has all tests, passed or not."""
 
     checks: tuple[Check, ...]
 

@@ -166,11 +166,9 @@ class _Recorder:
         self.failure: BaseException | None = None
         self.is_blind = False
         self.locked: contextlib.ExitStack | None = None
-        # Parameters in each call of `init`, and the number of the one that the draws are of.
-        self.starts: dict[int, Tree] = {}
-        self.number = 0
-        # Draws by their step, or in a directory their files.
-        self.draws: dict[int, Tree] = {}
+        self.starts: dict[int, Tree] = {}  # Parameters in each call of `init`.
+        self.number = 0  # Of the call that the draws are of.
+        self.draws: dict[int, Tree] = {}  # Draws by their step, or in a directory their files.
         self.files: _format.DrawFiles | None = None
         self.begin, self.send = _for_all_chains(self._begin), _for_all_chains(self._send)
 

@@ -270,7 +270,8 @@ class Run:
     def draws(self, num_draws: int, *, thin: int = 1) -> Iterator[Tree]:
         """Iterate over the draws that are to be made, and keep each of them.
 
-        The first call fixes where they lie: `thin` steps apart, after the steps made before.
+        The first call fixes where they lie: `thin` steps apart, after the steps made before. The
+        loop ends early, with a warning, if the batches run out.
 
         Args:
             num_draws: draws of each chain in all, >= 1, with those that the run has already, which
@@ -284,9 +285,6 @@ class Run:
             ValueError: another `thin` than that of the draws that the run has; the run is closed;
                 the batches ran out before the first draw; see also `sample`.
             KeyboardInterrupt: after Ctrl-C or SIGTERM and a checkpoint.
-
-        Warns:
-            UserWarning: the batches ran out.
         """
         begun = self._kept.begun
         if begun is not None and begun["thin"] != thin:
@@ -330,11 +328,10 @@ class Run:
     def snapshots(self) -> Snapshots | StoredSnapshots:
         """Return all draws so far, as `sample` does; with a directory, after a checkpoint.
 
+        It warns if gradients were not finite, or if a clip before the sampler shortened them.
+
         Raises:
             ValueError: there are none.
-
-        Warns:
-            UserWarning: gradients were not finite, or a clip before the sampler shortened them.
         """
         number, (wanted, end) = self._num_kept, self._asked
         if not number:

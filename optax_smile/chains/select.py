@@ -27,8 +27,7 @@ from optax_smile.draws.predict import Predictor, predict
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.state import MOST_NONFINITE
 
-# A round is scored by the draws after this fraction of its steps; earlier ones depend on the start.
-BURN_IN = 0.5
+BURN_IN = 0.5  # Fraction of the steps of a round before the draws that score it.
 # Draws per chain that score a round, evenly spaced over the rest of its steps. With two instead of
 # six draws per chain, the average of a hot sampler lost .006 nats on LeNet, a third of its gain.
 NUM_SCORED = 16

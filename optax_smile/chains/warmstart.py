@@ -158,18 +158,17 @@ def warmstart(
     hint = _checks.advice_on_single(batches)
     losses = _checks.Losses("warmstart", loss, num_members, False, mesh, hint)
     epoch, signal, checkpoints = 0, None, None
-    identity: Options = {}
+    batch = None if validation is None else jax.tree.map(np.shape, validation)
+    identity: Options = {
+        "stochastic": stochastic,
+        "num_members": num_members,
+        "patience": patience,
+        "key": np.asarray(jax.random.key_data(typed)).tolist(),
+        "validation": None if batch is None else str(batch),
+        "batches": _directory.describe_batches("warmstart", batches),
+    }
     with ExitStack() as closing:
         if directory is not None:
-            batch = None if validation is None else jax.tree.map(np.shape, validation)
-            identity = {
-                "stochastic": stochastic,
-                "num_members": num_members,
-                "patience": patience,
-                "key": np.asarray(jax.random.key_data(typed)).tolist(),
-                "validation": None if batch is None else str(batch),
-                "batches": _directory.describe_batches("warmstart", batches),
-            }
             folder = Path(directory)
             closing.enter_context(_directory.lock("warmstart", folder))
             checkpoints = _directory.Checkpoints(folder, checkpoint_minutes, "warmstart")
