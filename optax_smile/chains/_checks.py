@@ -519,7 +519,7 @@ def _compare(past: Gradients, received: jax.Array, accepted: jax.Array) -> Gradi
 
 
 def check_gradients(where: str, seen: Gradients, are_compared: bool):
-    """Require finite gradients at the start, which a chain could not leave, and their receipt."""
+    """Require finite gradients at the start, which the sampler receives; a clip may act on them."""
     lost = np.flatnonzero(~seen.starts_finite).tolist()
     if lost:
         rule = "a start at which the gradients of every chain are finite"
