@@ -94,7 +94,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"params": {"w": jnp.ones((3, 2)), "b": 0.0}},
-        r"params=...\)` must be .*equal leading axes, none of them empty.*\. Stack a list of networks",
+        r"params=...\)` must be .*equal leading axes, none of them empty.*\. Stack a list of",
     ),
     (
         {"loss": lambda p, batch: batch[1] @ batch[0]},
