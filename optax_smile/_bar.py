@@ -6,36 +6,21 @@ import jax
 
 
 class Bar(contextlib.AbstractContextManager["Bar"]):
-    """A progress bar by tqdm; does nothing if not wanted or if tqdm is not installed.
+    """A progress bar, if tqdm is installed, which says "compiling" until the first `show`."""
 
-    Args:
-        total: amount of work.
-        label: text before the bar.
-        show: whether to show it.
-        compiles: whether it says "compiling" until `begin`.
-    """
-
-    def __init__(self, total: int, label: str, show: bool, *, compiles: bool = False):
+    def __init__(self, total: int, label: str, show: bool):
         self._bar = None
-        self._compiles = compiles
         if show and not jax.process_index():
             with contextlib.suppress(ImportError):
                 from tqdm.auto import tqdm
 
                 self._bar = tqdm(total=total, desc=label)
-                if compiles:
-                    self._bar.set_postfix_str("compiling")
-
-    def begin(self):
-        """Clear "compiling" after the first step."""
-        if self._bar is not None and self._compiles:
-            self._bar.set_postfix_str("")
-        self._compiles = False
+                self._bar.set_postfix_str("compiling")
 
     def show(self, done: int, **figures: object):
         """Set the amount of work done, and show some figures."""
         if self._bar is not None:
-            self._bar.set_postfix(figures, refresh=False)
+            self._bar.set_postfix(figures, refresh=not done)
             self._bar.total = max(self._bar.total, done)
             self._bar.update(done - self._bar.n)
 

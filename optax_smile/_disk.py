@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import stat
 import types
 import zlib
@@ -15,14 +14,8 @@ import numpy as np
 
 from optax_smile import _check
 
-# Bytes of the largest JSON file that is read.
-LARGEST_JSON = 1 << 28
-# Temporary files of killed runs.
-_DRAFT = re.compile(
-    r"\.(draw-|start\.|checkpoint-|manifest\.|prediction-).*(safetensors|json)\.[0-9]+"
-)
-# What a JSON file or header contains.
-Json: TypeAlias = dict[str, Any]
+Json: TypeAlias = dict[str, Any]  # What a JSON file or header contains.
+RESTORE = "Restore it: the other draws stay readable."
 
 
 def write(path: Path, content: bytes):
@@ -49,20 +42,6 @@ def write(path: Path, content: bytes):
         raise OSError(error.errno, message, str(path)) from error
 
 
-def remove_drafts(directory: Path):
-    """Remove temporary files that killed runs left behind."""
-    for draft in directory.glob(".*"):
-        if _DRAFT.fullmatch(draft.name):
-            draft.unlink(missing_ok=True)
-
-
-def check_real(where: str, folder: Path):
-    """Require a folder inside of a directory, no link or file in its place, if there is one."""
-    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
-        rule = f"a directory whose {folder.name} is a folder"
-        _check.fail(where, "directory", rule, f"{folder}, a link or file")
-
-
 def open_file(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
     """Open a regular file; OSError for a link, pipe or device that may stand in its place."""
     # Windows has neither flag.
@@ -86,10 +65,7 @@ def read_json(path: Path) -> tuple[Json, bool]:
     """Read a JSON object, and whether it matches its checksum; ValueError for anything else."""
     try:
         with open_file(path) as file:
-            if os.fstat(file.fileno()).st_size > LARGEST_JSON:
-                raise ValueError(f"it has more than {LARGEST_JSON} bytes")
-            text = file.read(LARGEST_JSON)
-        content = json.loads(text)
+            content = json.load(file)
         stored = content.pop("checksum", None)
     except (ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise ValueError(str(error)) from error
@@ -149,11 +125,7 @@ def _sum_of(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 @contextlib.contextmanager
-def naming(
-    file: Path,
-    what: str = "snapshot",
-    remedy: str = "Restore it: the other draws stay readable.",
-) -> Iterator[None]:
+def naming(file: Path, what: str = "snapshot", remedy: str = RESTORE) -> Iterator[None]:
     """Re-raise read errors as a ValueError that names the file."""
     try:
         yield

@@ -15,8 +15,7 @@ import optax
 from optax_smile import _disk
 from optax_smile._types import Options, Tree, Unchecked
 
-# Larger arrays are described by shape and checksum.
-LARGEST_ARRAY = 16
+LARGEST_ARRAY = 16  # Larger arrays are described by shape and checksum.
 _REPORTS: ContextVar[Options | None] = ContextVar("reports", default=None)
 # Settings of a run whose draws an optimizer made.
 OPTIMIZER: Mapping[str, object] = {"name": "optimizer", "is_posterior": False}
@@ -25,10 +24,7 @@ CHOSEN: Mapping[str, object] = {"name": "chosen draws", "is_posterior": False}
 
 
 def reporting(init: optax.TransformInitFn, settings: Mapping[str, object]) -> optax.TransformInitFn:
-    """Make an `init` that reports settings to `of`.
-
-    Every wrapper of Optax calls the `init` of what it wraps.
-    """
+    """Make an `init` that reports settings to `of`; wrappers of Optax call what they wrap."""
 
     def reported(params: optax.Params) -> Tree:
         _report(settings)
@@ -60,15 +56,7 @@ def origin(settings: Mapping[str, object] | None) -> str:
 
 
 def of(transformation: optax.GradientTransformation, params: optax.Params) -> Options | None:
-    """Return the settings of a sampler, also inside `optax.chain` and similar wrappers.
-
-    Args:
-        transformation: sampler, or a wrapper of one.
-        params: parameters of one chain, or their shapes.
-
-    Returns:
-        Name and arguments as JSON types; None without a sampler.
-    """
+    """Return name and arguments of a sampler, also in a wrapper, as JSON types; None without."""
 
     def numbers() -> dict[str, jax.Array]:
         """Only a compiled program knows what `optax.inject_hyperparams` injects."""

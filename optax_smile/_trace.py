@@ -36,11 +36,7 @@ def of_draws(
 def read(
     where: str, trace: Mapping[str, ArrayLike], *names: str, num_draws: int | None = None
 ) -> list[np.ndarray]:
-    """Read entries of a trace as numbers of one shape `[chain, tick]`, optionally at the draws.
-
-    Raises:
-        ValueError: missing entries, or entries of other shapes.
-    """
+    """Read entries of a trace as numbers of one shape `[chain, tick]`, optionally at the draws."""
     if any(name not in trace for name in names):
         rule = f"a dict with {', '.join(map(repr, names))}"
         _check.fail(where, "trace", rule, f"the keys {sorted(trace)}", REMEDY)
@@ -59,11 +55,8 @@ def warn_of_equal_keys(where: str, noise_id: np.ndarray):
     """Warn of chains with equal keys; `noise_id` is as for `chains_with_equal_keys`."""
     if groups := chains_with_equal_keys(noise_id):
         chains = " and ".join(map(str, groups))
-        warn(
-            f"`{where}`: the chains {chains} have equal keys, so they draw the same random numbers"
-            " and are not independent. Give each chain its own key, as"
-            " `parallel.init(sampler, params, key=...)` does."
-        )
+        advice = "Give each chain its own key, as `parallel.init(sampler, params, key=...)` does."
+        warn(f"`{where}`: the chains {chains} have equal keys and are not independent. {advice}")
 
 
 def chains_with_equal_keys(noise_id: np.ndarray) -> list[list[int]]:

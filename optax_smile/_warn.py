@@ -3,8 +3,7 @@
 import sys
 import warnings
 
-# Packages whose frames lie between the user's line and the warning.
-PASSED = {"optax_smile", "jax", "keras", "optax"}
+PASSED = {"optax_smile", "jax", "keras", "optax"}  # Their frames lie above the user's line.
 
 
 def warn(message: str):

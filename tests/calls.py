@@ -94,7 +94,7 @@ def runs(path):
     }
     sampled = {"params": CHAINS, "sampler": sampler, "num_warmup": 0, "num_draws": 2, "thin": 1}
     sampled |= {"per_chain": False, "batch_per": "gradient", "steps_per_dispatch": 1}
-    sampled |= {"resume": True, "dtype": None}
+    sampled |= {"dtype": None}
     yield "sample", optax_smile.sample, chains | sampled
     steps = {"num_warmup", "num_draws", "thin", "progress"}
     begun = {name: x for name, x in (chains | sampled).items() if name not in steps}
@@ -104,12 +104,11 @@ def runs(path):
     yield "Run.draws", run.draws, {"num_draws": 2, "thin": 1}
     checked = {"loss_fn": chains["loss_fn"], "batch": [jnp.ones(3)]}
     checked |= {"params": jax.tree.map(lambda x: x[0], CHAINS)}
-    checked |= {"sampler": sampler, "num_data": 10, "aux": None, "stochastic": False}
-    checked |= {"state": None}
+    checked |= {"sampler": sampler, "aux": None, "stochastic": False, "state": None}
     yield "check", optax_smile.check, checked
     trained = {"init_fn": lambda key: {"w": jax.random.normal(key, (3,)), "b": jnp.ones(1)}}
     trained |= {"optimizer": optax.adam(1e-2), "num_members": 2, "num_epochs": 1}
-    trained |= {"validation": jnp.ones(3), "patience": 1, "per_member": False}
+    trained |= {"validation": jnp.ones(3), "patience": 1}
     yield "warmstart", optax_smile.warmstart, chains | trained
     searched = {name: chains[name] for name in ("loss_fn", "batches", "key", "progress")}
     searched |= {name: None for name in ("mesh", "specs", "directory", "batch_size")}

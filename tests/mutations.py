@@ -250,9 +250,6 @@ DEFECTS = r"""
 = handed out draws are those that are kept | hands_out_copies
 - return _tree.local(self._chains.draw())
 + return self._kept.draws[-1] if self._num_kept else _tree.local(self._chains.draw())
-= an older loop goes on | wrong_use
-- if self._loop is not loop:
-+ if False:
 = a signal ends nothing | signal_in_a_step
 - if signal is not None:
 + if False:
@@ -283,8 +280,8 @@ DEFECTS = r"""
 +             loss=jnp.where(now.accepted
 # chains/_directory.py | test_sampling.py
 = chains and draws swapped | shapes
-- np.stack(leaves, axis=1)
-+ np.stack(leaves, axis=0)
+- np.stack(x, axis=1)
++ np.stack(x, axis=0)
 # chains/_host.py | test_resume.py
 = an ignored interrupt ends a run | ignored_interrupt
 - handled = [x for x in numbers if signal.getsignal(x) is not signal.SIG_IGN]

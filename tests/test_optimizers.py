@@ -95,7 +95,7 @@ def test_a_step_to_what_is_not_finite_is_left_out():
             found.append(runs.run(**given | {"sampler": optimizer}))
         announced, warned = (str(each.message) for each in caught)
         assert re.search(ANNOUNCED, announced)
-        assert "by step 3, 1 step of the chains [1] had a non-finite gradient" in warned
+        assert "`sample`: 1 step of the chains [1] had a non-finite gradient" in warned
         assert {each.filename for each in caught} == {runs.__file__}
     got, expected = found
     np.testing.assert_allclose(got.params["w"], expected.params["w"], atol=1e-6)

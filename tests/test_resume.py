@@ -175,7 +175,7 @@ def test_signals_end_a_run_in_order_and_a_second_control_c_at_once(tmp_path, who
         # One warning, at the line that calls `sample`.
         (warning,) = seen
         assert f"checkpoint is in {directory}: repeat the call to resume" in str(warning.message)
-        assert f"`draws.interrupted` is '{number.name}': a script" in str(warning.message)
+        assert "to be restarted must not exit with status 0" in str(warning.message)
         assert warning.filename == runs.__file__
     twice = tmp_path / "twice"
     with pytest.raises(KeyboardInterrupt, match="^Interrupted twice"):
@@ -244,8 +244,6 @@ def test_another_start_is_not_used_and_the_same_rounded_is_known(copied, whole, 
 
 def test_what_cannot_be_resumed(half, copied):
     form = r"`sample\(directory=...\)` must be "
-    with pytest.raises(ValueError, match=form + "a directory without draws, since `resume` is Fa"):
-        run(copied, resume=False)
     (start_file,) = copied.glob("start.*")
     start_file.unlink()
     with pytest.raises(ValueError, match=r"without start.\*"):
@@ -261,7 +259,7 @@ def test_what_cannot_be_resumed(half, copied):
         run(copied)
 
 
-def test_a_directory_of_another_format_is_refused_and_its_version_named(copied, tmp_path):
+def test_a_directory_of_another_format_is_refused_and_its_version_named(copied):
     file = copied / "manifest.json"
     given = json.loads(file.read_text()) | {"format": 3, "versions": {"optax-smile": "0.0.7"}}
     file.write_text(json.dumps(given))
@@ -269,9 +267,6 @@ def test_a_directory_of_another_format_is_refused_and_its_version_named(copied, 
         rule = rf"`{name}.* of format 4, got format 3 in {file}, written by optax_smile 0.0.7"
         with pytest.raises(ValueError, match=rule):
             read(copied)
-    (tmp_path / "start" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"`warmstart\(.* of format 4, got .* older version"):
-        train(tmp_path / "start")
 
 
 def train(directory, optimizer=None):

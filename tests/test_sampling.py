@@ -94,7 +94,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"params": {"w": jnp.ones((3, 2)), "b": 0.0}},
-        r"params=...\)` must be .*equal leading axes, none of them empty.*\. For one network, use",
+        r"params=...\)` must be .*equal leading axes, none of them empty.*\. Stack a list of",
     ),
     (
         {"loss": lambda p, batch: batch[1] @ batch[0]},
@@ -140,7 +140,7 @@ def test_points_that_are_no_samples_are_traced_but_not_kept():
     """Cycles of six steps, the first three of each without noise."""
     cycles: dict[str, Any] = {"total_steps": 12, "num_cycles": 2, "exploration": 0.5, "key": 0}
     cyclical = optax_smile.cyclical_sgld(1e-4, num_data=runs.NUM_DATA, **cycles)
-    with pytest.warns(UserWarning, match="kept 5 draws per chain instead of 12. At the other"):
+    with pytest.warns(UserWarning, match="kept 5 draws per chain instead of 12: at the other"):
         got = run(sampler=cyclical, num_draws=12, **EVERY)
     marked = got.trace["is_draw"][0]
     # After call k the last accepted point is the end of step k - 1, counted from 0.
@@ -235,7 +235,7 @@ def test_the_bar_says_that_it_compiles_until_the_first_step_is_done(label, capsy
     lines = [line for line in lines if line.startswith(f"{label}:")]
     compiling = [number for number, line in enumerate(lines) if "compiling" in line]
     shown = [number for number, line in enumerate(lines) if "step_size=" in line or "loss=" in line]
-    assert compiling and shown and max(compiling) + 1 < min(shown)
+    assert compiling and shown and max(compiling) < min(shown)
 
 
 def test_a_single_chain_has_the_noise_of_the_key():
@@ -366,11 +366,8 @@ def test_one_batch_and_networks_that_are_not_stacked_are_told_apart():
     with pytest.raises(ValueError, match=rf"`check\(batch=...\).*batch 1, .*not fit.*{pair}"):
         optax_smile.check(lambda w, batch: jnp.mean(batch @ w), jnp.ones(2), [x, y], quiet())
     one = {"w": jnp.ones((2, 4)), "b": jnp.zeros(4)}
-    for params, advice in (
-        (one, r"For one network, use `chains_from_weights\(\[params\]"),
-        ([one, one, one], r"If these are 3 networks, use `chains_from_weights\(params\)`\."),
-        ((one["w"], one["b"]), "For one network"),
-    ):
+    for params in (one, [one, one, one], (one["w"], one["b"])):
+        advice = r"Stack .* `chains_from_weights\(\[params, \.\.\.\]"
         with pytest.raises(ValueError, match=rf"`sample\(params=...\)` must .*{advice}"):
             run(params=params)
 

@@ -74,7 +74,7 @@ LONG: dict[str, Any] = {"num_warmup": 200, "thin": 20}
 class TestSizes:
     def test_unequal_batches_are_told_before_the_first_step(self):
         """They weight the last ten examples thirteen times as much, and the means are far off."""
-        sizes = r"^`sample`: batches have different sizes: 1 of 130 and 1 of 10 examples"
+        sizes = r"^`sample`: batches have different sizes: 1 of 130, 1 of 10 examples"
         told = sizes + ".*Drop the smaller"
         with pytest.warns(UserWarning, match=told) as seen:
             wrong = sample(UNEQUAL, **LONG)
@@ -90,7 +90,7 @@ class TestSizes:
 
     def test_a_stream_tells_once_when_the_size_changes(self):
         rows = UNEQUAL * 200
-        with pytest.warns(UserWarning, match="sizes: 1 of 130 and 1 of 10") as seen:
+        with pytest.warns(UserWarning, match="sizes: 1 of 130, 1 of 10") as seen:
             sample(iter(rows), STUB, num_warmup=0, num_draws=4, steps_per_dispatch=2)
         assert len(seen) == 1
         sample(iter(rows), STUB, num_warmup=0, num_draws=4, check=False)
@@ -198,7 +198,6 @@ class TestCount:
         assert found(check(EQUAL, wrong)).keys() == {"num_data"}
         # Of one batch the number of examples is not known.
         assert not check(EQUAL[0], wrong).findings
-        assert found(check(EQUAL[0], wrong, num_data=140)).keys() == {"num_data"}
 
     def test_is_of_tokens_or_different_examples(self):
         amount = functools.partial(_checks.amount, per_chain=False)

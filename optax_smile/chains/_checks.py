@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,44 +12,33 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _tree, parallel
-from optax_smile._types import Batch, Options, Output, Tree
+from optax_smile import _check, _table, _tree, parallel
+from optax_smile._types import Batch, Options, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _program
 from optax_smile.diagnostics.findings import Check, chooser
 from optax_smile.potential import Potential, excess_loss, least_excess_loss
 from optax_smile.state import MOST_RISE, SamplerState, find
 
-# A loss whose halves add up to the whole within this relative difference is a sum.
-NEAR_ONE = 0.05
+# Losses `[chain]` of a batch, at the parameters of the chains or at others.
+ChainLosses: TypeAlias = Callable[..., jax.Array]
+# A loss in the form `(params, aux, key, batch) -> (loss, aux)`, see `loss_of`.
+FullLoss: TypeAlias = Callable[..., tuple[jax.Array, Tree]]
+NEAR_ONE = 0.05  # A loss is a sum if its halves add up to the whole within this difference.
 # `num_data` and the examples of a list may differ by less than this factor: lists may be a part of
-# the data, or hold several passes.
-MOST_RATIO = 10
-# The same for `num_data` and the tokens of a list: padding, and targets that are not counted.
-MOST_TOKEN_RATIO = 4
-# Batches whose sizes differ by less than this factor weight their examples about equally.
-NEARLY_EQUAL = 1.1
-NUM_DATA = (
-    "Set it to the number of terms that the mean loss averages over the whole data set: examples,"
-    " or tokens for a language model."
-)
+# the data, or hold several passes. The same for its tokens, some of which may be padding.
+MOST_RATIO, MOST_TOKEN_RATIO = 10, 4
+NEARLY_EQUAL = 1.1  # Ratio of the sizes of batches that weight their examples about equally.
+NUM_DATA = "Set it to the number of terms of the mean loss over all data: examples, or tokens."
 SUMMED = "`loss_fn` looks like a sum over the examples: divide by their number."
-UNEQUAL = (
-    "Drop the smaller batch. Under a mean loss its examples count more than those of a large one,"
-    " and the posterior is not that of the data."
-)
-TOO_FEW = (
-    "The model has too many parameters for these data. To sample around trained weights, see"
-    " `optax_smile.local.local_precision`."
-)
+UNEQUAL = "Drop the smaller batch: a mean loss counts its examples more than those of a large one."
+TOO_FEW = "Too many parameters for these data: see `optax_smile.local.local_precision`."
 USABLE = "an iterable of batches, numeric arrays with examples, all of the same structure"
 
 # Rounding errors of a fingerprint, relative to the norm: twenty times what was seen in float32.
 TOLERANCE = 2e-5
-# Relative variation up to which ratios, or the norms of clipped gradients, count as constant.
-CONSTANT = 1e-3
-# Share of the calls that may look altered by accident.
-MOST_ALTERED = 0.01
+CONSTANT = 1e-3  # Relative variation up to which the norms of clipped gradients count as equal.
+MOST_ALTERED = 0.01  # Share of the calls that may look altered by accident.
 # Share of the calls with a clipped or non-finite gradient above which to warn.
 MOST_CLIPPED, MOST_NONFINITE_CALLS = 0.01, 0.001
 BEFORE = (
@@ -60,10 +49,7 @@ CLIP = "Clip at a norm that gradients rarely exceed, or not at all."
 SINGLE = "Put a single batch in a list: `[batch]`."
 PAIR = "Put the arrays of a single batch in a tuple: `[(x, y)]`."
 NOT_FINITE = "Are the batches finite, and the labels in their range?"
-NONFINITE = (
-    "Their steps were rejected, and the draws are not those of the posterior. Are the batches"
-    " finite, and the gradients of the loss on them?"
-)
+NONFINITE = "Their steps were rejected, which biases the draws. Are the batches finite?"
 
 # What `_program.read` finds: the text of the check, its verbs if it fails or passes, and advice.
 PROGRAM = {
@@ -83,8 +69,7 @@ PROGRAM = {
         "Arrays of shapes (n, 1) and (n,) broadcast to (n, n): give outputs and targets one shape.",
     ),
 }
-# Relative rounding errors of a mean loss.
-LOSS_ROUNDING = 1e-5
+LOSS_ROUNDING = 1e-5  # Relative rounding errors of a mean loss.
 # Angle by which the change of the gradients turns the momentum in a step of `angle_tuner`, and the
 # factor by which shorter steps of a user are too short.
 ANGLE, MOST_SHORT = 0.06, 10.0
@@ -93,13 +78,10 @@ ANGLE, MOST_SHORT = 0.06, 10.0
 # and float32 still resolves the difference.
 DISTURBANCE = 0.02
 SEED = 0
-# Pairs of random directions, which estimate the trace of the squared Hessian to a third.
-NUM_PAIRS = 8
+NUM_PAIRS = 8  # Of random directions, which estimate the trace of the squared Hessian to a third.
 
 
-def judge(
-    kind: str, value: tuple[float, ...], bound: float, passed: bool, text: str, advice: str
-) -> Check:
+def judge(kind: str, value: tuple, bound: float, passed: bool, text: str, advice: str) -> Check:
     """Make a check of all chains, with advice if it failed."""
     return Check(kind, (), value, bound, passed, "" if passed else advice, text)
 
@@ -110,42 +92,17 @@ def warn_if_failed(where: str, check: Check | None):
         warn(f"`{where}`: {check.text} {check.advice}")
 
 
-# The start of all chains.
-
-
-class Starts(_check.Constraint):
-    """Parameters `[chain, ...]`, with advice on how to make them from one or several networks."""
-
-    text = parallel.STACKED.rule
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        advice = "For one network, use `chains_from_weights([params], num_chains=4, key=0)`."
-        are_trees = isinstance(value, (list, tuple)) and not any(hasattr(x, "shape") for x in value)
-        structures = [*map(jax.tree.structure, value)] if are_trees else []
-        if len(structures) > 1 and all(one == structures[0] for one in structures):
-            advice = f"If these are {len(value)} networks, use `chains_from_weights(params)`."
-        return dataclasses.replace(parallel.STACKED, advice=advice)(where, argument, value, given)
-
+STACK = "Stack a list of networks: `chains_from_weights([params, ...], num_chains=4, key=0)`."
+STARTS = dataclasses.replace(parallel.STACKED, advice=STACK)
 
 # The loss.
 
 
-class Loss(_check.Constraint):
-    """A loss that takes the arguments that `aux` and `stochastic` ask for."""
-
-    text = "a function of (params, batch), of `aux=` if there is one and of `key=` if `stochastic`"
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        extras = ["aux="] * (given.get("aux") is not None) + ["key="] * bool(given["stochastic"])
-        advice = "It also gets `aux` if you pass one, and `key` if `stochastic`."
-        form = ", ".join(["params", "batch", *extras])
-        return _check.Function(f"({form})", advice)(where, argument, value)
-
-
-def loss_of(
-    where: str, loss_fn: Callable[..., Output], has_aux: bool, is_stochastic: bool
-) -> Callable[..., tuple[jax.Array, Tree]]:
+def loss_of(where: str, loss_fn: Callable, has_aux: bool, is_stochastic: bool) -> FullLoss:
     """Convert a loss to the form `(params, aux, key, batch) -> (loss, aux)`."""
+    form = ", ".join(["params", "batch", *["aux="] * has_aux, *["key="] * is_stochastic])
+    advice = "It also gets `aux` if you pass one, and `key` if `stochastic`."
+    _check.Function(f"({form})", advice)(where, "loss_fn", loss_fn)
 
     def loss(params, aux, key, batch) -> Tree:
         extras = {"aux": aux} if has_aux else {}
@@ -153,9 +110,7 @@ def loss_of(
             extras["key"] = key
         result = loss_fn(params, batch, **extras)
         if isinstance(result, tuple) != has_aux or has_aux and len(result) != 2:
-            rule = (
-                "a function that returns a scalar mean loss, or with `aux=` a pair (loss, new_aux)"
-            )
+            rule = "a function that returns a scalar loss, or with `aux=` a pair (loss, new_aux)"
             _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(result)}")
         result = result if has_aux else (result, None)
         given, new = (jax.tree.map(jnp.shape, x) for x in (aux, result[1]))
@@ -167,36 +122,32 @@ def loss_of(
     return loss
 
 
+@dataclasses.dataclass
 class Losses:
-    """Losses of all chains on a batch; `loss` is in the form of `loss_of`."""
+    """Losses of a `number` of chains on a batch; `hint` is advice where the loss raises."""
 
-    def __init__(
-        self,
-        where: str,
-        loss: Callable[..., tuple[jax.Array, Tree]],
-        number: int,
-        per_chain: bool,
-        mesh: Mesh | None,
-        hint: str = "",
-    ):
-        self.where, self.number, self.per_chain, self.mesh = where, number, per_chain, mesh
-        self.hint = hint  # Advice where the loss raises.
+    where: str
+    loss: FullLoss
+    number: int
+    per_chain: bool
+    mesh: Mesh | None
+    hint: str = ""
 
+    def __post_init__(self):
         def of_chain(chain, batch):
             # The next step splits the key in two.
             key = None if chain.key is None else jax.random.fold_in(chain.key, 2)
-            return loss(chain.params, chain.aux, key, batch)[0]
+            return self.loss(chain.params, chain.aux, key, batch)[0]
 
-        mapped = parallel.over_chains(of_chain, mesh=mesh, in_axes=(0, 0 if per_chain else None))
-        own = None if mesh is None else parallel._chain_sharding(mesh)
+        axes = 0, 0 if self.per_chain else None
+        mapped = parallel.over_chains(of_chain, mesh=self.mesh, in_axes=axes)
+        own = None if self.mesh is None else parallel._chain_sharding(self.mesh)
         self.compiled = jax.jit(mapped, out_shardings=own)
 
     def put(self, batch: Batch, stacked: bool = False) -> Batch:
         """Put a batch, or a stack of batches, on the devices."""
-        if self.mesh is None:
-            return batch
-        axes = {"per_chain": self.per_chain, "stacked": stacked}
-        return parallel.place_batch(batch, mesh=self.mesh, **axes)
+        given = {"mesh": self.mesh, "per_chain": self.per_chain, "stacked": stacked}
+        return batch if self.mesh is None else parallel.place_batch(batch, **given)
 
     def __call__(self, chains: Tree, batch: Batch) -> jax.Array:
         """Compute the losses `[chain]` at the `params`, `aux` and `key` of the chains."""
@@ -204,19 +155,12 @@ class Losses:
         return self.compiled(chains, self.put(batch))
 
     def check(self, chains: Tree, batch: Batch, argument: str = "loss_fn"):
-        """Require a scalar loss and, if each chain has its own batch, one batch per chain.
-
-        Errors of the loss name an argument of the public function.
-        """
+        """Require a scalar loss and, if each chain has its own batch, one batch per chain."""
         where, number = self.where, self.number
-        of_arrays = _check.Tree("an iterable of batches, trees of arrays of numbers")
-        of_arrays(where, "batches", batch)
-        if self.per_chain:
-            rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
-            if rows != {(number,)}:
-                name = "per_member" if where == "warmstart" else "per_chain"
-                rule = f"batches whose leaves have a leading axis of {number}, with `{name}`"
-                _check.fail(where, "batches", rule, f"the leading axes {sorted(rows)}")
+        rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+        if self.per_chain and rows != {(number,)}:
+            rule = f"batches whose leaves have a leading axis of {number}, with `per_chain`"
+            _check.fail(where, "batches", rule, f"the leading axes {sorted(rows)}")
         rule = "a function that returns a scalar mean loss"
         if argument != "loss_fn":
             rule = "one batch, for which `loss_fn` returns a scalar mean loss"
@@ -232,13 +176,7 @@ class Losses:
             _check.fail(where, argument, rule, f"one that returns {of_chain}")
 
 
-def warn_of_sum(
-    where: str,
-    losses: Callable[[Batch], jax.Array],
-    batch: Batch,
-    per_chain: bool,
-    mesh: Mesh | None,
-):
+def warn_of_sum(where: str, losses: ChainLosses, batch: Batch, per_chain: bool, mesh: Mesh | None):
     """Warn of a loss that looks like a sum, see `check_mean`, or of one that cannot be tested."""
     check, skip = check_mean(losses, batch, per_chain, mesh), "To skip this test, pass check=False."
     if isinstance(check, Check):
@@ -248,7 +186,7 @@ def warn_of_sum(
 
 
 def check_mean(
-    losses: Callable[[Batch], jax.Array], batch: Batch, per_chain: bool, mesh: Mesh | None
+    losses: ChainLosses, batch: Batch, per_chain: bool, mesh: Mesh | None
 ) -> Check | str:
     """Find a loss that looks like a sum: the losses of two halves add up to that of the whole.
 
@@ -284,11 +222,7 @@ def check_mean(
 
 
 def check_program(
-    loss: Callable[..., tuple[jax.Array, Tree]],
-    chains: Tree,
-    losses: Callable[..., jax.Array],
-    batch: Batch,
-    per_chain: bool,
+    loss: FullLoss, chains: Tree, losses: ChainLosses, batch: Batch, per_chain: bool
 ) -> Iterator[Check]:
     """Find what is wrong in the program of a loss, see `_program.read`."""
     key = None if chains.key is None else jax.random.clone(chains.key)
@@ -307,9 +241,7 @@ def check_program(
         yield judge(kind, (float(not passed),), 0.0, passed, text.format(verbs[passed]), advice)
 
 
-def _loses_pairs(
-    losses: Callable[..., jax.Array], batch: Batch, params: Tree, per_chain: bool
-) -> bool:
+def _loses_pairs(losses: ChainLosses, batch: Batch, params: Tree, per_chain: bool) -> bool:
     """Whether an array with one number per example may be permuted without the others."""
     axis, moved = int(per_chain), _program.elsewhere(params)
     leaves, structure = jax.tree.flatten(batch)
@@ -321,11 +253,8 @@ def _loses_pairs(
     for place, leaf in enumerate(map(np.asarray, leaves)):
         if leaf.ndim <= axis or leaf.size != math.prod(leaf.shape[: axis + 1]):
             continue
-        order = np.random.default_rng(SEED).permutation(leaf.shape[axis])
-        mixed = leaf.take(order, axis)
-        if np.array_equal(mixed, leaf):
-            continue
-        parts = leaf, mixed, leaf.take(0 * order, axis)
+        same = np.broadcast_to(leaf.take([0], axis), leaf.shape)
+        parts = leaf, np.roll(leaf, 1, axis), same
         whole, mixed, constant = (loss_with(place, part) for part in parts)
         rounding = LOSS_ROUNDING * np.abs(whole)
         # A change of an unused array changes nothing either.
@@ -353,28 +282,14 @@ def check_step_size(settings: Options | None, state: Tree) -> Check | None:
         factor = float(np.median(np.sqrt(angle / (rate * length))))
     size, short = float(np.median(length)), factor > MOST_SHORT
     many = int(np.max(stats["num_parameters"]))
-    text = (
-        f"step_size={size:.3g} is the length of a step of all {many} parameters together, and"
-        f" {'too short' if short else 'long enough'} for them."
-    )
-    advice = (
-        f"It is not a learning rate: each parameter moves by about {size / math.sqrt(many):.2g}."
-        " Leave out `step_size`, which `psmile` and `smile` then choose, or try at"
-        f" least {size * factor:.2g}."
-    )
+    fits = "too short for them" if short else "long enough for them"
+    text = f"step_size={size:.3g} is the length of a step of all {many} parameters, and {fits}."
+    each = f"each parameter moves by about {size / math.sqrt(many):.2g}"
+    advice = f"It is no learning rate: {each}. Leave it out, or try at least {size * factor:.2g}."
     return judge("step size", (factor,), MOST_SHORT, not short, text, advice)
 
 
 # The batches.
-
-
-@dataclasses.dataclass(frozen=True)
-class Numbers(_check.Tree):
-    """A tree of what can be converted to arrays of numbers, copied from memory of a loader."""
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        value = _tree.as_numeric(where, argument, value, copy=True)
-        return super().__call__(where, argument, value, given)
 
 
 def num_rows(batch: Batch, per_chain: bool) -> int | None:
@@ -385,10 +300,7 @@ def num_rows(batch: Batch, per_chain: bool) -> int | None:
 
 
 def size(batch: Batch, per_chain: bool) -> int | None:
-    """Return the number of examples: the length of the example axis that all arrays share.
-
-    Scalars do not count. None if the arrays disagree, such as those of nodes and edges of graphs.
-    """
+    """Return the number of examples of all arrays but scalars; None if they disagree."""
     return num_rows([x for x in jax.tree.leaves(batch) if np.ndim(x) > per_chain], per_chain)
 
 
@@ -419,16 +331,13 @@ def advice_on_single(batches: object) -> str:
 
 def advice_on_axes(params: optax.Params, batches: object) -> str:
     """Say how `params` and `batches` were understood, for errors of the loss."""
-    number = np.shape(jax.tree.leaves(params)[0])[0]
-    axes = f"The first axis of `params`, length {number}, was taken as chains."
-    return f"{axes} {advice_on_single(batches)}".rstrip()
+    axes = f"The first axis of `params`, length {len(jax.tree.leaves(params)[0])}, was taken as"
+    return f"{axes} chains. {advice_on_single(batches)}".rstrip()
 
 
-def check_list(
-    where: str, batches: Sequence[Batch], num_data: object, per_chain: bool, warns: bool
-):
+def check_list(where: str, batches: Sequence, num_data: object, per_chain: bool, warns: bool):
     """Require a list of usable batches; optionally warn of unequal sizes and of `num_data`."""
-    hint, is_tuple = advice_on_single(batches), isinstance(batches, tuple)
+    hint, kind = advice_on_single(batches), type(batches).__name__
     if not batches:
         _check.fail(where, "batches", "a list with at least one batch", "an empty list")
     expected = jax.tree.structure(batches[0])
@@ -437,11 +346,10 @@ def check_list(
             _check.fail(where, "batches", USABLE, f"batches[{number}], which {reason}")
     if warns:
         batches = [_tree.as_numeric(where, "batches", batch) for batch in batches]
-        if hint and len({(x.shape[1:], x.dtype) for x in batches}) > 1:
-            # Batches of a list may be sequences or images of several sizes.
+        # Batches of a list may be sequences or images of several sizes.
+        if hint and len(batches) < 4 and len({*map(len, batches)}) == 1:
             are_tokens = all(x.dtype.kind in "iu" for x in batches)
-            if is_tuple or not are_tokens and len(batches) < 4 and len({*map(len, batches)}) == 1:
-                kind = "tuple" if is_tuple else "list"
+            if not are_tokens and len({(x.shape[1:], x.dtype) for x in batches}) > 1:
                 warn(f"`{where}`: each array of the {kind} `batches` is taken as a batch. {hint}")
         warn_if_failed(where, unequal([size(x, per_chain) for x in batches]))
         warn_if_failed(where, amount(batches, num_data, per_chain))
@@ -451,11 +359,10 @@ def unequal(sizes: Sequence[int | None]) -> Check:
     """Find batches of several sizes, whose mean losses weight their examples unequally."""
     counts = Counter(rows for rows in sizes if rows is not None)
     passed = len(counts) < 2 or max(counts) <= NEARLY_EQUAL * min(counts)
-    parts = [f"{counts[rows]} of {rows}" for rows in sorted(counts, reverse=True)]
-    listed = " and ".join(parts) if len(parts) < 4 else f"{', '.join(parts[:3])}, ..."
     text = "batches have the same size."
     if not passed:
-        text = f"batches have different sizes: {listed} examples."
+        parts = [f"{counts[rows]} of {rows}" for rows in sorted(counts, reverse=True)]
+        text = f"batches have different sizes: {_table.some(parts)} examples."
     return judge("batch sizes", tuple(map(float, sorted(counts))), 1.0, passed, text, UNEQUAL)
 
 
@@ -477,29 +384,23 @@ def amount(batches: Sequence[Batch], number: object, per_chain: bool) -> Check |
     `num_data` near the number of entries of an integer array `[example, position]` counts tokens.
     The number of the batches fails unless it is also that of the distinct examples.
     """
-    sizes = [size(batch, per_chain) for batch in batches]
-    if not sizes or None in sizes or 0 in sizes or not isinstance(number, int | float):
+    sizes = [size(batch, per_chain) or 0 for batch in batches]
+    # `at_least` warns of fewer than in a batch.
+    if 0 in sizes or not isinstance(number, int | float) or number < sizes[0]:
         return None
-    if number < (sizes[0] or 0):
-        # `at_least` warns of it.
-        return None
-    examples = sum(rows for rows in sizes if rows is not None)
-    if per_chain:
-        # Each chain has its own examples of the same data.
-        examples *= np.shape(jax.tree.leaves(batches[0])[0])[0]
+    # Each chain has its own examples of the same data.
+    chains = len(jax.tree.leaves(batches[0])[0]) if per_chain else 1
+    examples = sum(sizes) * chains
     kind, counts_batches = "examples", number == len(batches) < examples
     if number / examples <= 1 / MOST_RATIO or counts_batches:
         examples, kind = _num_distinct(batches, per_chain), "distinct examples"
     ratio, limit = number / examples, MOST_TOKEN_RATIO
-    tokens = [count for count in _tokens(batches, per_chain) if count]
-    passed = any(1 / limit < number / count < limit for count in tokens)
+    passed = any(count / limit < number < limit * count for count in _tokens(batches, per_chain))
     passed |= 1 / MOST_RATIO < ratio < MOST_RATIO
-    text = (
-        f"num_data={number:g}, {'and' if passed else 'but'} the batches have {examples:,} {kind}."
-    )
+    has = f"have {examples:,} {kind}."
+    text = f"num_data={number:g}, {'and' if passed else 'but'} the batches {has}"
     if counts_batches and number != examples:
-        text = f"num_data={number:g} is the number of batches, which have {examples:,} {kind}."
-        passed = False
+        passed, text = False, f"num_data={number:g} is the number of batches, which {has}"
     return judge("num_data", (ratio,), float(MOST_RATIO), passed, text, NUM_DATA)
 
 
@@ -531,46 +432,32 @@ def _num_distinct(batches: Sequence[Batch], per_chain: bool) -> int:
 
 
 class Gradients(NamedTuple):
-    """Record of the gradients of one chain.
+    """Record of the gradients of one chain; counters are int32."""
 
-    Attributes:
-        num_calls: gradients of the loss, int32.
-        num_nonfinite_calls: of these, gradients or losses with a non-finite entry, int32.
-        starts_finite: whether the first one was finite.
-        pending: sum of their fingerprints since the sampler received its last gradient, `[2]`.
-        num_pending: number of these fingerprints, int32.
-        num_compared: gradients that the sampler received and that could be compared, int32.
-        num_shorter: of these, shorter ones in the same direction, int32.
-        num_changed: of these, ones changed in any other way, int32.
-        shorter_ratios: smallest and largest ratio of the shorter ones, `[2]`.
-        shorter_norms: smallest and largest norm of the shorter ones, `[2]`.
-        changed_ratio: ratio of the last changed one, NaN if its direction differs.
-    """
-
-    num_calls: jax.Array
-    num_nonfinite_calls: jax.Array
-    starts_finite: jax.Array
-    pending: jax.Array
-    num_pending: jax.Array
-    num_compared: jax.Array
-    num_shorter: jax.Array
-    num_changed: jax.Array
-    shorter_ratios: jax.Array
-    shorter_norms: jax.Array
-    changed_ratio: jax.Array
+    num_calls: jax.Array  # Gradients of the loss.
+    num_nonfinite_calls: jax.Array  # Of these, gradients or losses with a non-finite entry.
+    starts_finite: jax.Array  # Whether the first one was finite.
+    pending: jax.Array  # Sum of fingerprints `[2]` since the last gradient of the sampler.
+    num_pending: jax.Array  # Number of these fingerprints.
+    num_compared: jax.Array  # Gradients that the sampler received and that could be compared.
+    num_clipped: jax.Array  # Of these, ones shortened to one norm, as by a clip.
+    num_changed: jax.Array  # Of these, ones changed in any other way.
+    clip_norm: jax.Array  # Norm of the shortened ones, NaN before.
+    least_ratio: jax.Array  # Smallest ratio of a shortened one to the gradient.
+    changed_ratio: jax.Array  # Ratio of the last changed one, NaN if its direction differs.
 
 
 def no_gradients(number: int) -> Gradients:
     """Return the record before the first call, arrays `[chain, ...]`."""
-    ends = jnp.tile(jnp.array([jnp.inf, -jnp.inf], jnp.float32), (number, 1))
+    unknown = jnp.full(number, jnp.nan, jnp.float32)
     counters = [name for name in Gradients._fields if name.startswith("num_")]
     return Gradients(
         **dict.fromkeys(counters, jnp.zeros(number, jnp.int32)),
         starts_finite=jnp.ones(number, bool),
         pending=jnp.zeros((number, _tree.FINGERPRINT), jnp.float32),
-        shorter_ratios=ends,
-        shorter_norms=ends,
-        changed_ratio=jnp.full(number, jnp.nan, jnp.float32),
+        clip_norm=unknown,
+        least_ratio=jnp.ones(number, jnp.float32),
+        changed_ratio=unknown,
     )
 
 
@@ -615,32 +502,26 @@ def _compare(past: Gradients, received: jax.Array, accepted: jax.Array) -> Gradi
     is_equal &= ~is_one | (jnp.abs(norm - size) <= rounding)
     # The direction of a mean is unknown.
     is_along = ~is_one | (jnp.abs(theirs - ratio * own) <= TOLERANCE * norm)
-    is_shorter = is_known & ~is_equal & is_along & (ratio > 0) & (ratio < 1)
-    is_changed = is_known & ~is_equal & ~is_shorter
-
-    def ends(before: jax.Array, number: jax.Array) -> jax.Array:
-        extended = jnp.stack([jnp.minimum(before[0], number), jnp.maximum(before[1], number)])
-        return jnp.where(is_shorter, extended, before)
-
+    # The first shortened gradient gives the norm of the clip.
+    clip_norm = jnp.where(jnp.isnan(past.clip_norm), norm, past.clip_norm)
+    is_clipped = is_known & ~is_equal & is_along & (ratio > 0) & (ratio < 1)
+    is_clipped &= jnp.abs(norm - clip_norm) <= CONSTANT * clip_norm
+    is_changed = is_known & ~is_equal & ~is_clipped
+    changed_ratio = jnp.where(is_along, ratio, jnp.nan)
     return past._replace(
         pending=jnp.zeros_like(past.pending),
         num_pending=past.num_pending * 0,
         num_compared=_tree.count(past.num_compared, is_known),
-        num_shorter=_tree.count(past.num_shorter, is_shorter),
+        num_clipped=_tree.count(past.num_clipped, is_clipped),
         num_changed=_tree.count(past.num_changed, is_changed),
-        shorter_ratios=ends(past.shorter_ratios, ratio),
-        shorter_norms=ends(past.shorter_norms, norm),
-        changed_ratio=jnp.where(
-            is_changed, jnp.where(is_along, ratio, jnp.nan), past.changed_ratio
-        ),
+        clip_norm=jnp.where(is_clipped, clip_norm, past.clip_norm),
+        least_ratio=jnp.where(is_clipped, jnp.minimum(past.least_ratio, ratio), past.least_ratio),
+        changed_ratio=jnp.where(is_changed, changed_ratio, past.changed_ratio),
     )
 
 
 def check_gradients(where: str, seen: Gradients, are_compared: bool):
-    """Require finite gradients at the start, and that a sampler receives them.
-
-    Otherwise a chain would never leave its start. A clip of the norm may shorten gradients.
-    """
+    """Require finite gradients at the start, which the sampler receives; a clip may act on them."""
     lost = np.flatnonzero(~seen.starts_finite).tolist()
     if lost:
         rule = "a start at which the gradients of every chain are finite"
@@ -653,34 +534,20 @@ def check_gradients(where: str, seen: Gradients, are_compared: bool):
 
 def changed(seen: Gradients) -> str:
     """Say how gradients are changed, other than by one clip of their norm; "" if they are not."""
-    is_changed = seen.num_changed > MOST_ALTERED * seen.num_compared
-    if np.any(is_changed):
-        ratios = seen.changed_ratio[is_changed]
-        if np.any(np.isnan(ratios)):
-            return "with another direction"
-        low = high = float(np.median(ratios))
-    else:
-        is_shorter = seen.num_shorter > 0
-        lows, highs = seen.shorter_ratios[is_shorter].T
-        shortest, longest = seen.shorter_norms[is_shorter].T
-        # Clipped gradients all have the same length.
-        varies = longest > (1 + CONSTANT) * shortest
-        if not np.any(varies):
-            return ""
-        low, high = float(np.min(lows[varies])), float(np.max(highs[varies]))
-    if low < high and high >= (1 + CONSTANT) * low:
-        return f"multiplied by numbers from {low:.3g} to {high:.3g}"
-    return f"multiplied by {low:.6g}"
+    ratios = seen.changed_ratio[seen.num_changed > MOST_ALTERED * seen.num_compared]
+    if not ratios.size:
+        return ""
+    ratio = float(np.median(ratios))
+    return "with another direction" if np.isnan(ratio) else f"multiplied by {ratio:.6g}"
 
 
 def check_clips(seen: Gradients) -> Check:
     """Find an active clip before the sampler, and say what it costs."""
-    share = float(np.sum(seen.num_shorter) / max(np.sum(seen.num_compared), 1))
-    shortest = float(np.nanmin(np.where(seen.num_shorter > 0, seen.shorter_ratios[:, 0], 1)))
+    share = float(np.sum(seen.num_clipped) / max(np.sum(seen.num_compared), 1))
     text = (
         f"A clip before the sampler shortens {share:.1%} of the gradients, by up to a factor of"
-        f" {1 / shortest:.3g}. Where it acts, the draws come from a distribution that is flatter"
-        " than the posterior."
+        f" {1 / np.min(seen.least_ratio):.3g}. Where it acts, the draws come from a distribution"
+        " that is flatter than the posterior."
     )
     return _of_share("clipped gradients", share, MOST_CLIPPED, text, CLIP)
 
@@ -699,33 +566,16 @@ def _of_share(kind: str, share: float, bound: float, text: str, advice: str) -> 
     return judge(kind, (share,), bound, share <= bound, text if share else "none.", advice)
 
 
-def warn_of_gradients(where: str, seen: Gradients):
-    """Warn at the end of a run of clipped and of non-finite gradients."""
-    # A process may hold no chain.
-    if seen.num_calls.size:
-        warn_if_failed(where, check_finite(seen))
-        warn_if_failed(where, check_clips(seen))
-
-
 # The start.
 
 
 def rise(
-    losses: Callable[..., jax.Array],
-    batch: Batch,
-    params: optax.Params,
-    start: np.ndarray,
-    settings: Options | None,
+    losses: ChainLosses, batch: Batch, params: Tree, start: np.ndarray, settings: Options | None
 ) -> Check | None:
-    """Find a posterior whose draws certainly have a far larger loss than the start.
+    """Find a posterior whose draws certainly have a far larger loss than `start`, that of `params`.
 
-    The test uses a lower bound for a quadratic loss. How far the loss of a network rises cannot be
-    predicted from the curvature at its start, so no number is given. Returns None if the bound is
-    unknown: no settings of a sampler, a prior given as a function, or a precision in arrays. Of
-    several precisions the largest counts.
-
-    `losses(batch, params)` returns the losses of all chains, `[chain]`, and `start` has those at
-    `params`, arrays `[chain, ...]`.
+    The test uses a lower bound for a quadratic loss: how far the loss of a network rises cannot be
+    predicted from the curvature at its start. Returns None if the bound is unknown.
     """
     if not settings or not {"num_data", "temperature", "prior_precision"} <= settings.keys():
         return None
@@ -753,56 +603,41 @@ def rise(
 
 
 def _moments(
-    losses: Callable[..., jax.Array], batch: Batch, params: optax.Params, start: np.ndarray
+    losses: ChainLosses, batch: Batch, params: Tree, start: np.ndarray
 ) -> tuple[float, float]:
-    """Estimate the traces of the Hessian of the mean loss and of its square.
+    """Estimate the traces of the Hessian H of the mean loss and of its square, from losses alone.
 
-    Uses two random directions y and z in each chain, and losses alone: y H z is a difference of
-    four losses, and the mean of its square is the trace of the square.
+    For random y and z, the mean of y H y is the first trace, that of (y H z)**2 the second.
     """
-    width, traces, squares = _width(params), [], []
+    traces, squares = [], []
     for pair in jax.random.split(jax.random.key(SEED), NUM_PAIRS):
-        directions = (_tree.normal_like(key, params) for key in jax.random.split(pair))
-        at = _displaced(losses, batch, params, width, *directions)
-        along, across = at(1, 1) + at(-1, -1), at(1, -1) + at(-1, 1)
-        traces.append((along + across - 4 * np.asarray(start, float)) / (4 * width**2))
-        squares.append(((along - across) / (4 * width**2)) ** 2)
+        y, z = (_tree.normal_like(key, params) for key in jax.random.split(pair))
+        both = [jax.tree.map(combine, y, z) for combine in (jnp.add, jnp.subtract)]
+        plus, minus = (_along(direction, losses, batch, params, start) for direction in both)
+        traces.append((plus + minus) / 4)
+        squares.append(((plus - minus) / 4) ** 2)
     moments = float(np.mean(traces)), float(np.mean(squares))
     return moments if np.all(np.isfinite(moments)) else (0.0, 0.0)
 
 
-def curvature(
-    losses: Callable[..., jax.Array], batch: Batch, params: optax.Params, start: np.ndarray
-) -> float:
+def curvature(losses: ChainLosses, batch: Batch, params: Tree, start: np.ndarray) -> float:
     """Estimate the trace of the Hessian of the mean loss, from one random direction per chain."""
-    width, noise = _width(params), _tree.normal_like(jax.random.key(SEED), params)
-    at = _displaced(losses, batch, params, width, noise)
+    noise = _tree.normal_like(jax.random.key(SEED), params)
     with np.errstate(all="ignore"):
-        trace = float(np.median((at(1) + at(-1) - 2 * np.asarray(start, float)) / width**2))
+        trace = float(np.median(_along(noise, losses, batch, params, start)))
     return max(trace, 0.0) if np.isfinite(trace) else 0.0
 
 
-def _displaced(
-    losses: Callable[..., jax.Array],
-    batch: Batch,
-    params: optax.Params,
-    width: float,
-    *directions: Tree,
-) -> Callable[..., np.ndarray]:
-    """Return the losses `[chain]` at a displacement: the sign of each direction."""
-
-    def at(*signs: int) -> np.ndarray:
-        def move(x, *moves):
-            return x + width * sum(sign * y for sign, y in zip(signs, moves, strict=True))
-
-        moved = jax.tree.map(move, params, *directions)
-        return np.asarray(_tree.local(losses(batch, moved)), float)
-
-    return at
-
-
-def _width(params: optax.Params) -> float:
-    """Return the displacement of each weight."""
+def _along(
+    direction: Tree, losses: ChainLosses, batch: Batch, params: Tree, start: np.ndarray
+) -> np.ndarray:
+    """Return y H y `[chain]` for a direction y and the Hessian H of the loss."""
     leaves = jax.tree.leaves(params)
     square = sum(jnp.sum(x**2) for x in leaves) / sum(x.size for x in leaves)
-    return DISTURBANCE * (float(jnp.sqrt(square)) or 1.0)
+    width = DISTURBANCE * (float(jnp.sqrt(square)) or 1.0)
+
+    def at(sign: int) -> np.ndarray:
+        moved = jax.tree.map(lambda x, y: x + sign * width * y, params, direction)
+        return np.asarray(_tree.local(losses(batch, moved)), float)
+
+    return (at(1) + at(-1) - 2 * np.asarray(start, float)) / width**2

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -22,10 +23,10 @@ from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 from optax_smile.state import STATE_FORMAT
 
-# Number of checkpoints to keep: if the newest is damaged, the one before it serves.
-KEPT = 2
-# Version of the files and of the states of samplers in them.
-FORMATS = [_format.FORMAT, STATE_FORMAT]
+KEPT = 2  # Checkpoints: if the newest is damaged, the one before it serves.
+FORMATS = [_format.FORMAT, STATE_FORMAT]  # Of the files, and of the states of samplers in them.
+# Temporary files of killed runs.
+DRAFT = re.compile(r"\.(draw-|start\.|checkpoint-|manifest\.|prediction-).*(safetensors|json)\.\d+")
 # Names a checkpoint that cannot be read.
 _reading = partial(
     _disk.naming,
@@ -60,26 +61,17 @@ class MemoryRun:
 
     def result(self) -> Snapshots:
         """Return all draws `[chain, draw, ...]` and the trace `[chain, tick]`."""
-
-        def stack(*leaves):
-            return np.stack(leaves, axis=1)
-
-        params, trace = jax.tree.map(stack, *self.draws), jax.tree.map(stack, *self.trace)
+        rows = self.draws, self.trace
+        params, trace = (jax.tree.map(lambda *x: np.stack(x, axis=1), *part) for part in rows)
         return Snapshots(params, trace, self.settings, self.start)
 
 
 class Checkpoints:
-    """The newest states of a run in a directory, each written completely or not at all.
-
-    Each process writes what its devices hold to one file.
-    """
+    """The newest states of a run in a directory; each process writes its shards to one file."""
 
     def __init__(self, directory: Path, minutes: float, where: str = "sample"):
         self.directory, self.minutes, self.where = directory.absolute(), minutes, where
         self.saved_at = time.monotonic()
-        if os.path.lexists(old := self.directory / "checkpoints"):
-            rule, got = f"a directory of format {_format.FORMAT}", f"{old} of an older version"
-            _check.fail(where, "directory", rule, got, "Choose another directory.")
 
     def newest(self) -> int | None:
         """Return the number of the newest checkpoint; None without one."""
@@ -90,7 +82,7 @@ class Checkpoints:
         return time.monotonic() - self.saved_at >= 60 * self.minutes
 
     def save(self, number: int, carry: Tree, place: Json):
-        """Write arrays and JSON, unless there is a checkpoint of this number after the start."""
+        """Write arrays and JSON, unless there is a checkpoint of this number > 0."""
         if number == 0 or self.newest() != number:
             arrays: dict[str, np.ndarray] = {}
             for name, leaf in named(carry).items():
@@ -169,28 +161,18 @@ class Checkpoints:
 
 
 class DirectoryRun(Checkpoints):
-    """Locks a directory, and keeps draws, manifest and checkpoints there.
-
-    `settings` must be the same to resume. `closing` closes the files and the lock.
-    """
+    """Locks a directory until `closing`, and keeps draws, manifest and checkpoints there."""
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
         start: Tree,
         settings: Options,
-        *,
         dtype: str | None,
-        resume: bool,
         minutes: float,
         closing: contextlib.ExitStack,
     ):
         _disk.import_safetensors()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(start):
-            if not _format.fits(leaf, dtype, tiny=0):
-                rule = "a precision that holds the start, or None"
-                got = f"{dtype!r}, in which {jax.tree_util.keystr(path) or 'it'} is infinite"
-                _check.fail("sample", "dtype", rule, got)
         closing.enter_context(lock("sample", Path(directory)))
         super().__init__(Path(directory), minutes)
         self.like = _tree.shapes_of_one(start)
@@ -198,38 +180,33 @@ class DirectoryRun(Checkpoints):
         self.files = _format.DrawFiles(self.directory, _format.leaves_of(start), dtype)
         closing.callback(self.files.close)
         self.warned = set[str]()
-        self.is_resumed = self._find(resume)
+        self.is_resumed = self._find()
         # Several processes would have to read the chains of others.
         if self.is_resumed and jax.process_count() == 1:
             names, leaves = (leaf.name for leaf in self.files.leaves), jax.tree.leaves(start)
             given = map(self.files.rounded, names, map(np.asarray, leaves))
             same = partial(np.array_equal, equal_nan=True)
             if not all(map(same, given, jax.tree.leaves(self.result().start))):
-                warn(
-                    f"`sample`: the run in {directory} continues from its checkpoint. Your `params`"
-                    " differ from its start and are ignored."
-                )
+                ignored = "Your `params` differ from its start and are ignored."
+                warn(f"`sample`: the run in {directory} continues from its checkpoint. {ignored}")
         # Nobody writes before all have looked.
         _wait_for_all()
         _format.write_manifest(self.directory, self.manifest)
         if not self.is_resumed:
             self.files.write(_format.START, 0, start, {})
 
-    def _find(self, resume: bool) -> bool:
+    def _find(self) -> bool:
         """Return whether there is a run to resume, and require that it is this one."""
         has_draws, newest = _format.has_draws(self.directory), self.newest()
         self.place()
-        before = None
-        if newest is not None or os.path.lexists(self.directory / _format.MANIFEST):
-            before = _format.read_manifest("sample", self.directory)
-        rule, got = "", f"{self.directory} with a run"
-        if not resume and (has_draws or newest is not None):
-            rule = "a directory without draws, since `resume` is False"
-        elif newest is None and has_draws:
-            rule, got = "a directory with a checkpoint to resume from", f"{got} but no checkpoint"
-        if rule:
+        if newest is None and has_draws:
+            rule = "a directory with a checkpoint to resume from"
+            got = f"{self.directory} with a run but no checkpoint"
             _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
-        if before is None or not (newest or has_draws):
+        if newest is None and not os.path.lexists(self.directory / _format.MANIFEST):
+            return False
+        before = _format.read_manifest("sample", self.directory)
+        if not newest and not has_draws:
             return False
         check_run("sample", self.directory, before, self.manifest)
         # Also where its draws are.
@@ -260,10 +237,8 @@ class DirectoryRun(Checkpoints):
         self.files.flush()
         if wide := sorted(self.files.wide - self.warned):
             self.warned.update(wide)
-            warn(
-                f"`sample`: {', '.join(wide)} had numbers that are too large or too small for"
-                f" {self.files.dtype}, and these draws were stored in full precision."
-            )
+            had = f"had numbers that are too large or too small for {self.files.dtype}"
+            warn(f"`sample`: {', '.join(wide)} {had}; these draws were stored in full precision.")
         self.save(place["num_gradients"], carry, place)
 
     def result(self) -> StoredSnapshots:
@@ -319,8 +294,9 @@ def lock(where: str, directory: Path) -> Iterator[None]:
                 _check.fail(where, "directory", "used by no other live run", got)
             # Otherwise a process forked meanwhile, such as to read batches, would keep the lock.
             closing.callback(fcntl.flock, file, fcntl.LOCK_UN)
-        if jax.process_index() == 0:
-            _disk.remove_drafts(directory)
+        for draft in directory.glob(".*"):
+            if jax.process_index() == 0 and DRAFT.fullmatch(draft.name):
+                draft.unlink(missing_ok=True)
         yield
 
 

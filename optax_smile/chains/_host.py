@@ -24,31 +24,31 @@ def any_process(*flags: bool) -> list[bool]:
     return np.any(multihost_utils.process_allgather(np.array(flags)), axis=0).tolist()
 
 
+# Signals that end a run in order.
+SIGNALS = "SIGINT", "SIGTERM"
+
+
+def agree(signal: str | None, is_due: bool) -> tuple[str | None, bool]:
+    """Return a signal that any process received, and whether a checkpoint is due in any."""
+    *received, is_due = any_process(*(signal == name for name in SIGNALS), is_due)
+    return next(itertools.compress(SIGNALS, received), None), is_due
+
+
 class Position(NamedTuple):
-    """A position in a `Stream`, in a form for JSON.
+    """A position in a `Stream`, in a form for JSON."""
 
-    Attributes:
-        passes: complete passes before.
-        taken: batches taken from the current pass.
-        state: what `get_state` of the iterator returned, if it has that and `set_state`, such as
-            those of Grain.
-        is_bytes: whether `state` is bytes in base 64.
-    """
-
-    passes: int
-    taken: int
-    state: Tree = None
-    is_bytes: bool = False
+    passes: int  # Complete passes before.
+    taken: int  # Batches taken from the current pass.
+    state: Tree = None  # What `get_state` of the iterator returned, such as one of Grain.
+    is_bytes: bool = False  # Whether `state` is bytes in base 64.
 
 
 class Stream:
     """Batches, restarted when exhausted, with a position that a checkpoint can hold.
 
-    The stream ends if a pass yields nothing, or after the only pass of an iterator; `defect` says
-    why its reader stopped before, "" if it did not.
-
-    With `alternates`, each batch comes first in a pair as often as second: every second of the
-    passes of an even number of batches begins with its second batch and ends with its first.
+    It ends if a pass yields nothing, or after the only pass of an iterator; `defect` says why its
+    reader stopped before. With `alternates`, each batch comes first in a pair as often as second:
+    every second pass over an even number of batches begins with the second, ends with the first.
     """
 
     def __init__(self, batches: Iterable[Batch], alternates: bool = False):
@@ -117,27 +117,18 @@ class Stream:
             _check.fail("sample", "batches", rule, f"batch {self.taken} of pass {self.passes}")
 
 
-# Signals that end a run in order.
-SIGNALS = "SIGINT", "SIGTERM"
-
-
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Callable[[], str | None]]:
-    """Let the loop decide when to stop after Ctrl-C and SIGTERM.
+    """Yield a function that returns the name of the signal received, or None.
 
-    A signal that the process ignores, such as SIGINT of a background job, stays ignored.
-
-    Yields:
-        A function that returns the name of the signal received, or None. A second Ctrl-C raises
-        `KeyboardInterrupt` at once.
+    A second Ctrl-C raises `KeyboardInterrupt` at once. A signal that the process ignores, such as
+    SIGINT of a background job, stays ignored.
     """
     received: list[str] = []
 
     def note(number, frame):
         if received and number == signal.SIGINT:
-            raise KeyboardInterrupt(
-                "Interrupted twice: stopped at once, without a checkpoint of the last steps."
-            )
+            raise KeyboardInterrupt("Interrupted twice: stopped at once, without a checkpoint.")
         received.append(signal.Signals(number).name)
 
     if threading.current_thread() is not threading.main_thread():

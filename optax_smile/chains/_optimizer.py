@@ -1,6 +1,5 @@
 """An Optax optimizer in place of a sampler: its iterates are the draws."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -15,47 +14,26 @@ from optax_smile.state import STATE_FORMAT, Stats, samplers
 
 
 class OptimizerState(NamedTuple):
-    """State of an optimizer with the members of a sampler's state, see `state.py`.
+    """State of an optimizer with the members of a sampler's state, see `state.py`."""
 
-    Attributes:
-        optimizer: its own state.
-        accepted: whether the last step led to finite parameters, and was taken.
-        num_nonfinite: calls with a non-finite gradient, loss or iterate, int32.
-        num_gradients: calls so far, int32.
-        state_format: see `state.STATE_FORMAT`.
-    """
-
-    optimizer: optax.OptState
-    accepted: jax.Array
-    num_nonfinite: jax.Array
-    num_gradients: jax.Array
-    state_format: jax.Array
-
-    @property
-    def gradients_per_step(self) -> int:
-        """One."""
-        return 1
+    optimizer: optax.OptState  # Its own state.
+    accepted: jax.Array  # Whether the last step led to finite parameters, and was taken.
+    num_nonfinite: jax.Array  # Calls with a non-finite gradient, loss or iterate, int32.
+    num_gradients: jax.Array  # Calls so far, int32.
+    state_format: jax.Array  # See `state.STATE_FORMAT`.
+    gradients_per_step = 1
 
     def stats(self) -> Stats:
         """Return the statistics of an optimizer; NaN for step size and energies."""
         unknown = jnp.full(self.num_gradients.shape, jnp.nan, jnp.float32)
         none, no = jnp.zeros_like(self.num_gradients), jnp.zeros_like(self.accepted)
-        return Stats(**dict.fromkeys(Stats._fields, unknown))._replace(
-            energy_level=jnp.ones_like(none),
-            accepted=self.accepted,
-            step_end=~no,
-            is_draw=~no,
-            num_rejected=none,
-            num_nonfinite=self.num_nonfinite,
-            num_outlying=none,
-            num_gradients=self.num_gradients,
-            on_its_way=no,
-            below_resolution=no,
-            num_altered=none,
-            is_altered=no,
-            num_parameters=none,
-            noise_id=none,
-        )
+        known = dict.fromkeys(Stats._fields, unknown) | {"energy_level": jnp.ones_like(none)}
+        known |= dict.fromkeys(("num_rejected", "num_outlying", "num_altered"), none)
+        known |= dict.fromkeys(("num_parameters", "noise_id"), none)
+        known |= dict.fromkeys(("on_its_way", "below_resolution", "is_altered"), no)
+        known |= {"accepted": self.accepted, "step_end": ~no, "is_draw": ~no}
+        known |= {"num_nonfinite": self.num_nonfinite, "num_gradients": self.num_gradients}
+        return Stats(**known)
 
     def last_accepted(self, params: optax.Params) -> Tree:
         """Return the iterate itself."""
@@ -66,10 +44,7 @@ class OptimizerState(NamedTuple):
 
 
 def is_optimizer(transformation: optax.GradientTransformation, params: optax.Params) -> bool:
-    """Return whether a transformation contains no sampler.
-
-    A sampler is found in the state, or by its settings if a wrapper hides its state.
-    """
+    """Whether a transformation has no sampler in its state, nor one that a wrapper hides there."""
     like = _tree.shapes_of_one(jax.eval_shape(lambda x: x, params))
     if _settings.of(transformation, like) is not None:
         return False
@@ -79,11 +54,7 @@ def is_optimizer(transformation: optax.GradientTransformation, params: optax.Par
 def as_sampler(
     optimizer: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap an optimizer so that chains run it like a sampler.
-
-    Steps to non-finite parameters are skipped, as by `optax.apply_if_finite`: parameters and state
-    stay unchanged.
-    """
+    """Make a sampler of an optimizer; steps to non-finite parameters are skipped."""
 
     def init(params: optax.Params) -> OptimizerState:
         return OptimizerState(
@@ -100,26 +71,20 @@ def as_sampler(
         accepted = _tree.all_finite(optax.apply_updates(params, moves))
         is_sound = accepted & _tree.all_finite((updates, given.get("value")))
         still = jax.tree.map(jnp.zeros_like, moves)
-        return optax.tree.where(accepted, moves, still), OptimizerState(
+        return optax.tree.where(accepted, moves, still), state._replace(
             optimizer=optax.tree.where(accepted, inner, state.optimizer),
             accepted=accepted,
             num_nonfinite=_tree.count(state.num_nonfinite, ~is_sound),
             num_gradients=_tree.count(state.num_gradients),
-            state_format=state.state_format,
         )
 
     described: optax.TransformInitFn = _settings.reporting(init, _settings.OPTIMIZER)
     return optax.GradientTransformationExtraArgs(described, update)
 
 
-def warn_of_nonfinite(where: str, step: int, stats: Mapping[str, np.ndarray]) -> bool:
-    """Warn of chains with non-finite numbers; return whether there are any."""
-    chains = np.flatnonzero(stats["num_nonfinite"]).tolist()
-    if chains:
-        steps = _table.counted(int(np.sum(stats["num_nonfinite"])), "step")
-        warn(
-            f"`{where}`: by step {step}, {steps} of the chains {chains} had a non-finite gradient,"
-            " loss or iterate. Steps to non-finite iterates are skipped, and the run continues; see"
-            " `num_nonfinite` in its trace. Try a smaller learning rate."
-        )
-    return bool(chains)
+def warn_of_nonfinite(where: str, number: np.ndarray):
+    """Warn of chains with non-finite numbers, in `number` `[chain]` steps."""
+    if chains := np.flatnonzero(number).tolist():
+        steps = f"{_table.counted(int(np.sum(number)), 'step')} of the chains {chains}"
+        advice = "Steps to non-finite iterates were skipped. Try a smaller learning rate."
+        warn(f"`{where}`: {steps} had a non-finite gradient, loss or iterate. {advice}")

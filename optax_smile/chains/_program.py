@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, Literal, jaxpr_as_fun
 
+from optax_smile import _tree
 from optax_smile._types import Tree
 
 # Equations that run another program once, with their own inputs.
@@ -20,32 +21,25 @@ CALLS |= {"checkpoint", "remat", "remat2"}
 LINEAR = {"broadcast_in_dim", "convert_element_type", "copy", "neg", "reduce_sum", "reshape"}
 LINEAR |= {"squeeze", "stop_gradient", "transpose"}
 SUMS, PRODUCTS = {"add", "add_any", "sub"}, {"mul", "div"}
-# More terms of an array are not followed.
-MOST_TERMS = 999
+MOST_TERMS = 999  # More terms of an array are not followed.
 # Multiples of the parameters at which terms are computed, and relative rounding errors.
 MULTIPLES, ROUNDING = (-1.0, 0.0, 1.0, 2.0), 1e-3
 
 
 class Mark(NamedTuple):
-    """What is known of an array in the program of a loss.
+    """What is known of an array in the program of a loss."""
 
-    Attributes:
-        value: its value; None if it depends on the batch.
-        terms: values that do not depend on the batch, of which the array is a sum.
-        form: "exp", "sum" of it, "probability", such an array "shifted" as by a log-softmax, or "".
-    """
-
-    value: Tree
-    terms: Sequence[Tree]
+    value: Tree  # Its value; None if it depends on the batch.
+    terms: Sequence[Tree]  # Values that do not depend on the batch, of which it is a sum.
+    # "exp", "sum" of it, "probability", such an array "shifted" as by a log-softmax, or "".
     form: str = ""
 
 
 def read(loss: Callable[..., jax.Array], params: Tree, others: Tree, rows: int | None) -> set[str]:
     """Read the program of `loss(params, others)`, where only `others` depends on the batch.
 
-    `rows` is the number of examples. Returns what is found: `"penalty"`, a term of the parameters
-    alone, like weight decay; `"logits"`, a softmax or a sigmoid of probabilities; `"pairs"`, a
-    combination of each example with each other one.
+    Returns what is found: `"penalty"`, a term of the parameters alone; `"logits"`, a softmax or a
+    sigmoid of probabilities; `"pairs"`, a combination of each of the `rows` with each other one.
     """
     program = jax.make_jaxpr(loss)(params, others)
     found, number = set(), len(jax.tree.leaves(params))
@@ -61,7 +55,7 @@ def read(loss: Callable[..., jax.Array], params: Tree, others: Tree, rows: int |
 
     def terms_at(multiple: jax.Array, directions: Tree) -> list[jax.Array]:
         leaves = jax.tree.leaves(directions)
-        given = [multiple.astype(x.dtype) * x if _is_real(x) else x for x in leaves]
+        given = [multiple.astype(x.dtype) * x if _tree.is_floating(x) else x for x in leaves]
         known = [Mark(x, [x]) for x in given]
         known += [Mark(None, [])] * (len(program.jaxpr.invars) - number)
         (result,) = _follow(program.jaxpr, program.consts, known, rule)
@@ -79,20 +73,15 @@ def elsewhere(params: Tree) -> Tree:
     """Return other parameters: at a start, outputs may be equal and penalties zero."""
 
     def moved(x: jax.Array) -> jax.Array:
-        return x + jax.random.normal(jax.random.key(0), x.shape, x.dtype) if _is_real(x) else x
+        if not _tree.is_floating(x):
+            return x
+        return x + jax.random.normal(jax.random.key(0), x.shape, x.dtype)
 
     return jax.tree.map(moved, params)
 
 
-def _is_real(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
 def _grows(back: float, zero: float, there: float, twice: float) -> bool:
-    """Whether a term of the parameters grows like a square or an absolute value of them.
-
-    A log standard deviation, which belongs to a likelihood, is odd.
-    """
+    """Whether a term grows like a square or an absolute value; a log standard deviation is odd."""
     near, far = back + there - 2 * zero, twice + zero - 2 * there
     size = max(abs(there - zero), abs(twice - zero))
     is_square = abs(far - near) <= ROUNDING * size
@@ -141,11 +130,8 @@ def _combine(eqn, name: str, marks: list[Mark], form: str) -> list[Mark]:
 
 def _run(eqn, marks: list[Mark]) -> list[Tree]:
     """Compute the results of an equation from known inputs, as a program of its own."""
-    known = {
-        x: mark.value
-        for x, mark in zip(eqn.invars, marks, strict=True)
-        if not isinstance(x, Literal)
-    }
+    pairs = zip(eqn.invars, marks, strict=True)
+    known = {x: mark.value for x, mark in pairs if not isinstance(x, Literal)}
     inside = [], [*known], eqn.outvars, [eqn]
     program = Jaxpr(*inside, debug_info=DebugInfo("loss", "loss", None, None))
     return jaxpr_as_fun(ClosedJaxpr(program, ()))(*known.values())

@@ -19,8 +19,7 @@ from optax_smile.chains._chains import Chains
 from optax_smile.diagnostics.findings import Check
 from optax_smile.state import AFTER, samplers
 
-# Largest number of batches that are read, and smallest numbers of updates and of gradients that the
-# sampler receives.
+# Most batches that are read, fewest updates, and fewest gradients that the sampler receives.
 MOST_BATCHES, LEAST_CALLS, LEAST_RECEIVED = 256, 8, 3
 ALTERNATE = "Shuffle each pass, or drop a batch. `sample` alternates the weights by itself."
 CHAINED = (
@@ -30,11 +29,7 @@ CHAINED = (
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CheckReport:
-    """Result of `check`; print it for sentences.
-
-    Attributes:
-        checks: all tests that could be made, passed or not.
-    """
+    """Result of `check`; print it for sentences. `checks` has all tests, passed or not."""
 
     checks: tuple[Check, ...]
 
@@ -52,8 +47,7 @@ class CheckReport:
         tests = _table.counted(len(self.checks), "test")
         return "\n".join([*lines, "", f"{len(self.findings)} of {tests} found a mistake."])
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
 
 class _Batches(_check.Constraint):
@@ -80,10 +74,8 @@ class _Batches(_check.Constraint):
     params=_check.Tree(),
     batch=_Batches(),
     sampler=_check.TRANSFORMATION,
-    num_data=_check.Real(1, large=True, traced=False) | None,
     state=_check.Where("the state of an optax_smile sampler", samplers) | None,
     aux=_check.Tree() | None,
-    loss_fn=_checks.Loss(),
 )
 def check(
     loss_fn: Callable[..., Output],
@@ -91,7 +83,6 @@ def check(
     batch: Batch,
     sampler: optax.GradientTransformation,
     *,
-    num_data: float | None = None,
     state: Tree = None,
     aux: Tree = None,
     stochastic: bool = False,
@@ -101,41 +92,22 @@ def check(
     Call it once, before the loop. It makes at least eight updates of its own, and changes none of
     its arguments. You do not need it for `sample`, which makes such tests itself.
 
-    | test | what it looks for |
-    |---|---|
-    | mean loss | a loss that is a sum over the examples |
-    | penalty | a loss with weight decay or a prior in it |
-    | logits | a loss of probabilities that takes logits |
-    | pairs | a loss that compares each output with all targets |
-    | num_data | a `num_data` of the sampler that does not fit the batches or `num_data` here |
-    | batch sizes | batches of different sizes, which weight their examples unequally |
-    | two gradients | an even number of batches for a sampler with two gradients per step |
-    | empty batches | batches without examples |
-    | non-finite gradients | losses or gradients that are not finite |
-    | before the sampler | changes of the gradients: only a clip by the global norm is allowed |
-    | clipped gradients | how often this clip acts |
-    | after the sampler | changes of the updates: none is allowed |
-    | start | too few data for the parameters: draws have a far higher loss than the start |
-    | step size | a `step_size` that is far too short, such as a learning rate |
-    | random numbers | chains that share a key, or are identical |
+    It tests the loss (a sum, weight decay or a prior in it, probabilities in place of logits,
+    outputs that broadcast against the targets), `num_data`, the sizes and the order of the batches,
+    numbers that are not finite, what surrounds the sampler (only a clip by the global norm may
+    precede it, and nothing may follow), the start (too few data for the parameters), the step size
+    (a learning rate is too short), and whether chains share a key or are identical.
 
     Args:
-        loss_fn: scalar mean loss `loss_fn(params, batch)` of one chain. It must not include the
-            prior. If `aux` is given, `loss_fn` also receives `aux=` and returns `(loss, new_aux)`.
-            If `stochastic` is True, it receives `key=`.
+        loss_fn, aux, stochastic: as for `sample`, of one chain.
         params: initial parameters of the loop.
         batch: one batch (an array, a tuple or a dict of arrays), or a list or another iterable of
             batches, of which `check` reads at most 256. More batches make the tests more reliable.
-            A list of at most 256 is compared with the `num_data` of the sampler: its examples
-            within a factor of 10, or its tokens (entries of an integer array
-            `[example, position]`) within a factor of 4.
+            The `num_data` of the sampler must be within a factor of 10 of the examples of a list,
+            or of 4 of its tokens (entries of an integer array `[example, position]`).
         sampler: the complete transformation of the loop, such as an `optax.chain`.
-        num_data: number of terms that the mean loss averages over the whole data set, examples or
-            tokens, >= 1. The `num_data` of the sampler must be equal to it. None: not compared.
         state: what `init` returned, if the loop runs several chains under `vmap`. Each leaf of
             `state`, `params` and `aux` then has a leading chain axis. None: one chain.
-        aux: auxiliary state of the model.
-        stochastic: whether the loss is random, as with dropout.
 
     Returns:
         A `CheckReport`: print it, or use its `findings`, each a `diagnostics.Check`.
@@ -165,16 +137,15 @@ def check(
     if settings is None:
         rule = "a transformation that contains an optax_smile sampler"
         _check.fail("check", "sampler", rule, "one without")
-    checks = [*_of_data(batches, is_whole, settings, num_data)]
+    checks = [*_of_data(batches, is_whole, settings)]
     usable = [part for part in batches if _checks.size(part, False) != 0]
     if usable:
-        checks += _of_chains(loss_fn, params, usable, sampler, state, aux, stochastic)
+        others = {"aux": aux, "stochastic": stochastic}
+        checks += _of_chains(loss_fn, params, usable, sampler, state, others)
     return CheckReport(tuple(checks))
 
 
-def _of_data(
-    batches: list[Batch], is_whole: bool, settings: Options, num_data: float | None
-) -> Iterator[Check]:
+def _of_data(batches: list[Batch], is_whole: bool, settings: Options) -> Iterator[Check]:
     """Test the batches."""
     sizes = [_checks.size(part, False) for part in batches]
     empty = [number for number, rows in enumerate(sizes) if rows == 0]
@@ -186,17 +157,10 @@ def _of_data(
     if is_whole and len(batches) % 2 == 0 and _settings.gradients_per_step(settings) == 2:
         text = f"in passes over these {len(batches)}, a batch always gets the same of two weights."
         yield _checks.judge("two gradients", (len(batches),), 1.0, False, text, ALTERNATE)
-    own = settings.get("num_data")
-    tests = [_checks.at_least(batches[0], own, False)]
-    if is_whole:
-        tests.append(_checks.amount(batches, own, False))
-    if num_data is not None and isinstance(own, int | float):
-        text = f"the sampler has num_data={own:g}, and the data set {num_data:g}."
-        numbers = (float(own),), float(num_data)
-        tests.append(_checks.judge("num_data", *numbers, own == num_data, text, _checks.NUM_DATA))
-    made = [test for test in tests if test is not None]
-    # One line per mistake.
-    yield from [test for test in made if not test.passed][:1] or made[-1:]
+    num_data = settings.get("num_data")
+    test = _checks.amount(batches, num_data, False) if is_whole else None
+    if test := test or _checks.at_least(batches[0], num_data, False):
+        yield test
 
 
 def _of_chains(
@@ -205,16 +169,14 @@ def _of_chains(
     batches: list[Batch],
     sampler: optax.GradientTransformation,
     own: Tree,
-    aux: Tree,
-    stochastic: bool,
+    others: Options,
 ) -> Iterator[Check]:
     """Make the tests that need losses and updates; `own` is the state of the loop."""
     sampler, key = optax.with_extra_args_support(sampler), jax.random.key(0)
-    given = {"key": key, "aux": aux, "stochastic": stochastic}
     hint = _checks.advice_on_axes(params, batches) if own else CHAINED
     try:
         with _check.called("check", "sample", "parallel.place", "parallel.init"):
-            chains = Chains(loss_fn, params, sampler, **given, hint=hint)
+            chains = Chains(loss_fn, params, sampler, key=key, hint=hint, **others)
     except _check.ArgumentError as error:
         if error.advice != AFTER:
             raise
@@ -227,7 +189,9 @@ def _of_chains(
             got, advice = f"batch {number}, which {reason}", _checks.advice_on_single(batches)
             _check.fail("check", "batch", _checks.USABLE, got, advice)
     if np.all(np.isfinite(losses)):
-        mean = "" if stochastic else _checks.check_mean(chains.losses, batches[0], False, None)
+        mean = None
+        if not others["stochastic"]:
+            mean = _checks.check_mean(chains.losses, batches[0], False, None)
         if isinstance(mean, Check):
             yield mean
         yield from chains.tests(batches[0])
@@ -281,5 +245,4 @@ def _of_keys(own: optax.OptState, params: optax.Params) -> Check:
     text = f"{found} the same random numbers as earlier chains."
     advice = "Make their states with `optax_smile.parallel.init(sampler, params, key=...)`."
     values = tuple(float(alike[chain]) for chain in copies)
-    check = _checks.judge("random numbers", values, 0.0, not copies, text, advice)
-    return check._replace(chains=copies)
+    return Check("random numbers", copies, values, 0.0, not copies, advice * bool(copies), text)

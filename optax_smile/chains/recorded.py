@@ -24,8 +24,7 @@ from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 
 REPEAT = "Use the same data, seeds and program. For another fit, choose a new directory."
-# Arguments of the samplers that have steps without draws.
-SKIPPING = {"exploration", "adapt_steps"}
+SKIPPING = {"exploration", "adapt_steps"}  # Arguments of samplers with steps without draws.
 
 
 class RecordedState(NamedTuple):
@@ -66,14 +65,15 @@ def recorded(
         sampler: sampler, alone, last in an `optax.chain`, or in a wrapper like `optax.MultiSteps`.
         num_warmup: steps without draws, >= 0. The first draw is step num_warmup + thin.
         thin: steps between two draws, >= 1.
-        directory: folder for the draws, new or of the same fit, if its loop continues from its own
-            checkpoint or is started again. Stored draws are never replaced: one that is made again
-            must be the same to the bit. From `init` to `draws()` nothing else can record there.
+        directory: folder for the draws, new or of the same fit, which continues from its own
+            checkpoint or is started again. A draw that is made again must be the same to the bit.
+            The folder is locked from `init` to `draws()`.
 
     Returns:
         An Optax transformation. Several chains need one `vmap` of its `init`, and take their steps
         together. Its method `draws()` returns the draws since the last `init` that has any, as
-        `sample` does.
+        `sample` does. It warns if recording ended at call 2**31 - 1, and if changes of the updates
+        could not be detected, as the loop does not pass `params` to `update`.
 
     Raises:
         ValueError: an argument is out of range. From `init`: there is no sampler, the call is
@@ -81,10 +81,6 @@ def recorded(
             changed the updates, the folder is of another fit, or a draw that was made again
             differs; JAX raises the last two in the loop, too.
         OSError: from `draws()` and in the loop: a draw could not be written.
-
-    Warns:
-        UserWarning: from `draws()`: recording ended at call 2**31 - 1, or no check can detect
-            changes of the updates, as the loop does not pass `params` to `update`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -170,11 +166,9 @@ class _Recorder:
         self.failure: BaseException | None = None
         self.is_blind = False
         self.locked: contextlib.ExitStack | None = None
-        # Parameters in each call of `init`, and the number of the one that the draws are of.
-        self.starts: dict[int, Tree] = {}
-        self.number = 0
-        # Draws by their step, or in a directory their files.
-        self.draws: dict[int, Tree] = {}
+        self.starts: dict[int, Tree] = {}  # Parameters in each call of `init`.
+        self.number = 0  # Of the call that the draws are of.
+        self.draws: dict[int, Tree] = {}  # Draws by their step, or in a directory their files.
         self.files: _format.DrawFiles | None = None
         self.begin, self.send = _for_all_chains(self._begin), _for_all_chains(self._send)
 
@@ -306,10 +300,8 @@ class _Recorder:
         if np.any(draws.trace["is_altered"]):
             raise ValueError("`draws`: the loop changed the updates. These are no posterior draws.")
         if self.is_blind:
-            warn(
-                "`draws`: the loop does not pass `params` to `update`. Changes of the updates,"
-                " after which these are no posterior draws, are not detected."
-            )
+            blind = "changes of the updates, which make draws wrong, go unnoticed"
+            warn(f"`draws`: the loop does not pass `params` to `update`, so that {blind}.")
         if np.max(draws.trace["num_gradients"]) >= _check.LARGEST_WHOLE - 2 * self.thin:
             ends = f"recording ends at call {_check.LARGEST_WHOLE} of `update`"
             warn(f"`draws`: {ends}. To go on, call `init` with the last draw.")

@@ -7,7 +7,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import compress, islice
+from itertools import islice
 from typing import Literal, cast
 
 import jax
@@ -18,34 +18,22 @@ from jax.sharding import Mesh
 from optax_smile import _check, _table, _tree, parallel
 from optax_smile._types import Batch, Output, Tree, Unchecked
 from optax_smile._warn import warn
-from optax_smile.chains import _checks, _host, _optimizer
+from optax_smile.chains import _checks, _directory, _host, _optimizer
 from optax_smile.chains._chains import Chains
-from optax_smile.chains._directory import (
-    DirectoryRun,
-    MemoryRun,
-    describe_batches,
-    how_to_resume,
-)
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.state import AFTER
 
 BatchPer = Literal["gradient", "step"]
 RESTART = "A generator cannot be restarted: pass a list."
-# Steps between two times at which several processes agree on signals and checkpoints.
-AGREE_EVERY = 100
-LEFT = (
-    "A process left the loop over `Run.draws` that another one continued. All processes of a run"
-    " must leave it at the same draw: decide by what is equal in all of them."
-)
+AGREE_EVERY = 100  # Steps after which several processes agree on signals and checkpoints.
+LEFT = "A process left the loop over `Run.draws`, which all must leave at the same draw."
+# What follows the message of an interrupt after which the draws so far are returned.
+EXIT = "A script that is to be restarted must not exit with status 0: see `interrupted`."
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM, between two steps; `signal` is `"SIGINT"` or `"SIGTERM"`."""
-
-    def __init__(self, message: str, signal: str):
-        super().__init__(message)
-        self.signal = signal
+    """Ctrl-C or SIGTERM, between two steps."""
 
 
 def _method(function: _check.Function_) -> _check.Function_:
@@ -72,15 +60,12 @@ class Run:
                 ...
         draws = run.snapshots()
 
-    With a `directory`, the same program goes on where an earlier one was stopped, to the bit. The
-    lock of the directory is held until `close`, the end of the `with` block, or the end of the
-    process. `break` and an exception in the body lose no draw. Checkpoints are written every
-    `checkpoint_minutes`, by `snapshots` and by `close`. Signals act as in any program while the
-    body runs. Between two draws, Ctrl-C or SIGTERM lets the chains finish the step, and a
-    checkpoint is written before `KeyboardInterrupt` is raised.
-
-    If there are several processes, all of them must make the same calls, and leave a loop at the
-    same draw.
+    With a `directory`, the same program resumes where an earlier one was stopped, to the bit. The
+    directory is locked until `close`, the end of the `with` block, or of the process. `break` and
+    an exception in the body lose no draw. Checkpoints are written every `checkpoint_minutes`, by
+    `snapshots` and by `close`. Between two draws, Ctrl-C or SIGTERM lets the chains finish the
+    step, and a checkpoint is written before `KeyboardInterrupt` is raised. Several processes must
+    make the same calls, and leave a loop at the same draw.
 
     The arguments are those of `sample` without `num_warmup`, `num_draws`, `thin` and `progress`.
 
@@ -103,12 +88,11 @@ class Run:
 
     @_check.arguments(
         "Run",
-        params=_checks.Starts(),
+        params=_checks.STARTS,
         batches=_check.BATCHES,
         sampler=_check.TRANSFORMATION,
         key=_check.Key(needed=True),
         aux=parallel.STACKED | None,
-        loss_fn=_checks.Loss(),
         batch_per=_check.OneOf(BatchPer),
         steps_per_dispatch=_check.Whole(1),
         mesh=parallel.MESH,
@@ -134,7 +118,6 @@ class Run:
         mesh: Mesh | None = None,
         specs: Tree = None,
         directory: str | os.PathLike[str] | None = None,
-        resume: bool = True,
         check: bool = True,
         checkpoint_minutes: float = 5.0,
         dtype: _format.StoredDtype | None = None,
@@ -178,19 +161,18 @@ class Run:
         # Record of the gradients at the last tick, and statistics.
         self._gradients: _checks.Gradients | None = None
         self._stats: Mapping[str, np.ndarray] | None = None
-        # Identifies the newest loop over `draws`; its number of draws, and its last step.
-        self._loop: object = None
+        # Number of draws of the newest loop over `draws`, and its last step.
         self._asked = 0, 0
         self._signal: Callable[[], str | None] | None = None
+        self._interrupted: str | None = None  # The signal that ended the last call.
         self._refusal = ""  # Why the run cannot go on.
-        self._has_warned = False
         start, settings = self._chains.draw(), self._chains.settings
         closing = contextlib.ExitStack()
         self._close = weakref.finalize(self, closing.close)
         try:
-            self._kept: MemoryRun | DirectoryRun
+            self._kept: _directory.MemoryRun | _directory.DirectoryRun
             if directory is None:
-                self._kept = MemoryRun(_tree.local(start), settings)
+                self._kept = _directory.MemoryRun(_tree.local(start), settings)
             else:
                 same = {
                     "batch_per": batch_per,
@@ -198,16 +180,10 @@ class Run:
                     "per_chain": per_chain,
                     "sampler": settings,
                     "key": np.asarray(jax.random.key_data(key)).tolist(),
-                    "batches": describe_batches("sample", batches),
+                    "batches": _directory.describe_batches("sample", batches),
                 }
-                self._kept = DirectoryRun(
-                    directory,
-                    start,
-                    same,
-                    dtype=dtype,
-                    resume=resume,
-                    minutes=checkpoint_minutes,
-                    closing=closing,
+                self._kept = _directory.DirectoryRun(
+                    directory, start, same, dtype, checkpoint_minutes, closing
                 )
             self._resume()
         except BaseException:
@@ -220,7 +196,7 @@ class Run:
     def _resume(self):
         """Continue from the newest checkpoint, or write the first one."""
         restored = None
-        if isinstance(self._kept, DirectoryRun):
+        if isinstance(self._kept, _directory.DirectoryRun):
             restored = self._kept.restore(self._chains.tree)
         if restored is None:
             self.checkpoint()
@@ -248,7 +224,7 @@ class Run:
     @property
     @_method
     def stats(self) -> dict[str, np.ndarray]:
-        """Statistics of the chains now, a new dict of arrays `[chain]`.
+        """Statistics of the chains now, arrays `[chain]`.
 
         They are the fields of `optax_smile.stats`, `loss`, and `start_loss`, the loss of the first
         batch at the start. For an optimizer, step size and energies are NaN.
@@ -261,17 +237,14 @@ class Run:
     def last_accepted(self) -> Tree:
         """Copy the current point of all chains to the host, arrays `[chain, ...]`.
 
-        With `aux` it is `{"params": ..., "aux": ...}`. In a run of several processes, each gets its
-        own chains.
+        With `aux` it is `{"params": ..., "aux": ...}`. Each of several processes gets its chains.
         """
         return _tree.local(self._chains.draw())
 
     @_check.arguments("Run.advance", num_steps=_check.Whole(0))
     @_method
     def advance(self, num_steps: int, *, trace: bool = True):
-        """Run the chains to a number of steps in all, as for a warm-up; no draws are kept.
-
-        Chains that have made as many steps, such as those of a continued run, stay where they are.
+        """Run the chains to a number of steps, unless they have made as many; no draws are kept.
 
         Args:
             num_steps: steps of each chain since the start, >= 0. Once the draws have begun, the
@@ -297,27 +270,21 @@ class Run:
     def draws(self, num_draws: int, *, thin: int = 1) -> Iterator[Tree]:
         """Iterate over the draws that are to be made, and keep each of them.
 
-        The first call fixes where they lie: `thin` steps apart, after the steps made before.
+        The first call fixes where they lie: `thin` steps apart, after the steps made before. The
+        loop ends early, with a warning, if the batches run out.
 
         Args:
             num_draws: draws of each chain in all, >= 1, with those that the run has already, which
-                are not returned again. Where `is_draw` is False, as in the exploration of
-                `cyclical_sgld`, there is no draw, and there are fewer in all.
+                are not returned again. At steps where `is_draw` is False there is none.
             thin: steps between draws, >= 1.
 
         Yields:
-            The draw of all chains, arrays `[chain, ...]` on the host that no later step changes.
-            With `aux` it is `{"params": ..., "aux": ...}`. In a run of several processes, each
-            gets its own chains.
+            The draw of all chains, a copy as from `last_accepted`.
 
         Raises:
             ValueError: another `thin` than that of the draws that the run has; the run is closed;
-                another loop over `draws` began meanwhile; the batches ran out before the first
-                draw; see also `sample`.
+                the batches ran out before the first draw; see also `sample`.
             KeyboardInterrupt: after Ctrl-C or SIGTERM and a checkpoint.
-
-        Warns:
-            UserWarning: the batches ran out.
         """
         begun = self._kept.begun
         if begun is not None and begun["thin"] != thin:
@@ -329,12 +296,9 @@ class Run:
         return self._iterate(num_draws, thin)
 
     def _iterate(self, num_draws: int, thin: int) -> Iterator[Tree]:
-        self._loop = loop = object()
         end = (self.num_warmup or 0) + num_draws * thin
         self._asked = num_draws, end
         while self.num_steps < end:
-            if self._loop is not loop:
-                raise ValueError("`Run.draws`: another loop over the draws of this run has begun.")
             number = self._num_kept
             if not self._go_to(self._next_draw()):
                 self._warn_of_batches(num_draws, end)
@@ -364,28 +328,30 @@ class Run:
     def snapshots(self) -> Snapshots | StoredSnapshots:
         """Return all draws so far, as `sample` does; with a directory, after a checkpoint.
 
+        It warns if gradients were not finite, or if a clip before the sampler shortened them.
+
         Raises:
             ValueError: there are none.
-
-        Warns:
-            UserWarning: gradients were not finite, or a clip before the sampler shortened them.
         """
         number, (wanted, end) = self._num_kept, self._asked
-        if number < wanted and self.num_steps == end:
-            if not number:
-                rule = f"large enough that at least one of the {end} steps is a draw"
-                advice = "Run longer, or lower `adapt_steps` or `exploration` of the sampler."
-                _check.fail("Run.draws", "num_draws", rule, wanted, advice)
-            fewer = f"{number} draws per chain instead of {wanted}"
-            rest = "At the other steps, `stats(state).is_draw` is False."
-            warn(f"`{self.where}` kept {fewer}. {rest}")
         if not number:
-            raise ValueError(f"`Run.snapshots`: no draws after {self.num_steps} steps.")
+            rule = f"large enough that at least one of the {self.num_steps} steps is a draw"
+            advice = "Run longer, or lower `adapt_steps` or `exploration` of the sampler."
+            _check.fail("Run.draws", "num_draws", rule, wanted, advice)
+        if number < wanted and self.num_steps == end:
+            fewer = f"{number} draws per chain instead of {wanted}"
+            warn(f"`{self.where}` kept {fewer}: at the other steps, `is_draw` is False.")
         if self._close.alive:
             self.checkpoint()
-        if self._warns and not self._is_optimizer and self._gradients is not None:
-            _checks.warn_of_gradients(self.where, self._gradients)
-        return self._kept.result()
+        if self._is_optimizer:
+            _optimizer.warn_of_nonfinite(self.where, self.stats["num_nonfinite"])
+        elif self._warns and (seen := self._gradients) is not None and seen.num_calls.size:
+            # A process may hold no chain.
+            for check in (_checks.check_finite(seen), _checks.check_clips(seen)):
+                _checks.warn_if_failed(self.where, check)
+        draws = self._kept.result()
+        vars(draws).update(interrupted=self._interrupted)
+        return draws
 
     @_method
     def close(self):
@@ -426,8 +392,6 @@ class Run:
         if self._refusal:
             raise ValueError(f"`{method}`: {self._refusal}")
 
-    # Steps.
-
     @contextlib.contextmanager
     def heeding(self) -> Iterator[None]:
         """Let signals end the run between two steps, also outside of its methods."""
@@ -443,6 +407,7 @@ class Run:
     @_method
     def _go_to(self, end: int, trace: bool = True) -> bool:
         """Run to a step, and keep its statistics; return False if the batches run out before."""
+        self._interrupted = None
         is_place = self._kept.begun is not None and end == self._next_draw()
         with self.heeding():
             for batches, position in self._dispatches(end):
@@ -461,10 +426,7 @@ class Run:
         return is_there
 
     def _dispatches(self, end: int) -> Iterator[tuple[list[Batch], _host.Position]]:
-        """Yield batches of some steps, one for each gradient, and the position behind them.
-
-        The caller takes these steps before it asks for more.
-        """
+        """Yield batches of some steps, one for each gradient, and the position behind them."""
         repeats, position = self._per_step // self._batches_per_step, self._position
         while self.num_steps < end:
             taken: list[Batch] = []
@@ -484,9 +446,11 @@ class Run:
         """Check what the chains did, and keep their statistics and, at its place, a draw."""
         self._stats, self._gradients = self._chains.record()
         _checks.check_gradients("sample", self._gradients, not self._is_optimizer)
-        if self._is_optimizer and not self._has_warned:
-            self._has_warned = _optimizer.warn_of_nonfinite(self.where, step, self._stats)
-        _check_unaltered(self._stats)
+        if altered := np.flatnonzero(self._stats["is_altered"]).tolist():
+            rule = "a sampler whose updates are applied unchanged"
+            number, calls = (self._stats[x][altered[0]] for x in ("num_altered", "num_gradients"))
+            got = f"changed updates in {number} of {calls} calls, in the chains {altered}"
+            _check.fail("sample", "sampler", rule, got, AFTER)
         is_draw = is_place and bool(np.all(self._stats["is_draw"]))
         if is_draw and not self._num_kept and self._warns:
             found = _checks.check_step_size(self._chains.settings, self._chains.tree.state)
@@ -501,22 +465,19 @@ class Run:
         assert self._signal is not None
         if jax.process_count() > 1 and not is_tick and self.num_steps % AGREE_EVERY:
             return
-        received = [self._signal() == name for name in _host.SIGNALS]
-        *received, is_due = _host.any_process(*received, self._kept.is_due())
-        signal = next(compress(_host.SIGNALS, received), None)
+        signal, is_due = _host.agree(self._signal(), self._kept.is_due())
         if is_due or signal is not None:
             self.checkpoint()
         if signal is not None:
+            self._interrupted = signal
             made = f"{self.num_steps} steps and {_table.counted(self._num_kept, 'draw')} per chain"
-            resume = how_to_resume(self._directory)
-            raise Interrupted(
-                f"`{self.where}` was stopped by {signal} after {made}. {resume}", signal
-            )
+            resume = _directory.how_to_resume(self._directory)
+            raise Interrupted(f"`{self.where}` was stopped by {signal} after {made}. {resume}")
 
     @_method
     def checkpoint(self):
         """Write a checkpoint, after the draws before it; without a directory, do nothing."""
-        if isinstance(self._kept, DirectoryRun):
+        if isinstance(self._kept, _directory.DirectoryRun):
             place = {"num_gradients": self._num_gradients, "num_kept": self._num_kept}
             place["position"] = self._position._asdict()
             self._kept.checkpoint(self._chains.tree, place)
@@ -526,10 +487,9 @@ class Run:
         """Say why the run ends before all draws are made; raise if there are none."""
         if not self._num_kept:
             self._refuse_batches(end * self._batches_per_step)
-        resume = "" if self._directory is None else f" {how_to_resume(self._directory)}"
-        reason = (
-            self._stream.defect + "." if self._stream.defect else f"the batches ran out. {RESTART}"
-        )
+        resume = "" if self._directory is None else f" {_directory.how_to_resume(self._directory)}"
+        defect = self._stream.defect
+        reason = f"{defect}." if defect else f"the batches ran out. {RESTART}"
         fewer = f"{self._num_kept} of {num_draws} draws per chain"
         warn(f"`{self.where}` ended early with {fewer}: {reason}{resume}")
 
@@ -547,14 +507,10 @@ class Run:
 def _usable(
     where: str, stream: _host.Stream, per_chain: bool, warns: bool, misfit: Callable[[Batch], str]
 ) -> Iterator[Batch]:
-    """Yield batches up to an unusable one, and warn once of a batch of another size.
-
-    `misfit` says why the loss does not take a batch of new shapes, "" if it does. In the end
-    `stream.defect` says what was wrong with the last batch, "" if nothing.
-    """
+    """Yield batches up to one with a `stream.defect`, and warn once of one of another size."""
     structure, first, known = None, None, set()
     for batch in stream:
-        structure = jax.tree.structure(batch) if structure is None else structure
+        structure = structure or jax.tree.structure(batch)
         reason = _checks.defect(batch, structure, per_chain)
         shapes = tuple(map(np.shape, jax.tree.leaves(batch)))
         # The caller checks the loss on the first batch.
@@ -565,19 +521,9 @@ def _usable(
             stream.defect = f"batch {stream.taken} of pass {stream.passes + 1} {reason}"
             return
         rows = _checks.size(batch, per_chain)
-        if rows is not None and warns:
-            first = rows if first is None else first
+        if rows and warns:
+            first = first or rows
             check = _checks.unequal([first, rows])
             warns = check.passed
             _checks.warn_if_failed(where, check)
         yield batch
-
-
-def _check_unaltered(stats: Mapping[str, np.ndarray]):
-    """Require parameters that are those which the sampler's updates lead to."""
-    altered = np.flatnonzero(stats["is_altered"]).tolist()
-    if altered:
-        rule = "a sampler whose updates are applied unchanged"
-        number, calls = (stats[x][altered[0]] for x in ("num_altered", "num_gradients"))
-        got = f"changed updates in {number} of {calls} calls, in the chains {altered}"
-        _check.fail("sample", "sampler", rule, got, AFTER)

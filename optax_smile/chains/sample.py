@@ -14,7 +14,7 @@ from optax_smile import _check
 from optax_smile._bar import Bar
 from optax_smile._types import Batch, Output, Tree
 from optax_smile._warn import warn
-from optax_smile.chains.run import BatchPer, Interrupted, Run
+from optax_smile.chains.run import EXIT, BatchPer, Interrupted, Run
 from optax_smile.draws._format import StoredDtype
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
@@ -38,7 +38,6 @@ def sample(
     mesh: Mesh | None = None,
     specs: Tree = None,
     directory: str | os.PathLike[str] | None = None,
-    resume: bool = True,
     check: bool = True,
     checkpoint_minutes: float = 5.0,
     dtype: StoredDtype | None = None,
@@ -47,29 +46,25 @@ def sample(
     """Run many chains. After a warm-up, store their current draws every `thin` steps.
 
     Args:
-        loss_fn: scalar mean loss `loss_fn(params, batch)`. It must not include the prior. If `aux`
-            is given, `sample` calls it as `loss_fn(params, batch, aux=aux)`, and it returns
-            `(loss, new_aux)`. If `stochastic` is True, it also receives `key=`.
+        loss_fn: scalar mean loss `loss_fn(params, batch)` without the prior. With `aux` it is
+            called as `loss_fn(params, batch, aux=aux)`, and returns `(loss, new_aux)`.
         params: initial parameters of all chains, each leaf `[chain, ...]`, as `warmstart` returns
             them.
-        batches: iterable of batches, arrays or what `np.asarray` converts to them. When it is
-            exhausted, `sample` iterates over it again. A generator cannot be restarted: when it is
-            exhausted, the run ends. If a step takes two of an even number of batches, every second
-            pass begins with the second and ends with the first, so that both gradients of a step
-            see all batches. Each new batch shape causes a compilation. In a multi-process run,
-            every process gets the same batches.
+        batches: iterable of batches, arrays or what `np.asarray` converts to them, the same in
+            every process. When it is exhausted, `sample` iterates over it again; with a generator,
+            the run ends. If a step takes two of an even number of batches, every second pass begins
+            with the second and ends with the first, so that both gradients of a step see all
+            batches. Each new batch shape causes a compilation.
         sampler: a sampler of this library, alone or last in an `optax.chain`. A step of one in
             `optax.MultiSteps` takes several batches. For comparison, it may be any Optax optimizer,
-            which gets `value`, `grad` and `value_fn` if it takes them. `sample` then warns, and
-            stores its iterates, which are no posterior draws: their settings have
-            `"is_posterior": False`, and `diagnostics.summary` refuses them. One step is one
-            gradient. Steps to non-finite parameters are skipped and counted in `num_nonfinite`.
-        num_warmup: steps of each chain without draws, >= 0. The first draw is step
-            num_warmup + thin.
+            which gets `value`, `grad` and `value_fn` if it takes them. A step is then one gradient,
+            and is skipped if it leads to non-finite parameters. `sample` warns that its iterates
+            are no posterior draws: their settings have `"is_posterior": False`.
+        num_warmup: steps of each chain without draws, >= 0.
         num_draws: draws to store per chain, >= 1. Steps with `stats(state).is_draw` False are not
             stored: the exploration of `cyclical_sgld`, and the burn-in of `scale_adapted_sghmc`.
             The result then has fewer draws, with a warning.
-        thin: steps between draws, >= 1.
+        thin: steps between draws, >= 1. The first draw is step num_warmup + thin.
         key: JAX key or seed. The sampler and the loss of each chain get their own keys.
         aux: auxiliary state of the model, such as running means of BatchNorm, each leaf
             `[chain, ...]`. Rejected steps leave it unchanged. Draws are then
@@ -80,21 +75,19 @@ def sample(
         batch_per: `"gradient"`: each gradient gets its own batch. `"step"`: with the integrator
             `"minimal_norm"`, both gradients of a step use the same batch, as in Sommer et al. 2026.
         steps_per_dispatch: largest number of steps per compiled call, >= 1; a call also ends every
-            `thin` steps. A larger number is faster for small networks, where starting a call takes
-            longer than a step. For convolutions on a CPU use 1: their gradients are many times
-            slower inside a compiled loop.
+            `thin` steps. More are faster for small networks. For convolutions on a CPU use 1: their
+            gradients are many times slower inside a compiled loop.
         mesh: devices with an axis `"chain"`, over which chains are spread, and optionally an axis
             `"data"`, over which the examples of a batch are spread; see `parallel`. None: one
             device.
         specs: how the parameters of one chain are sharded, see `parallel.place`.
-        directory: directory for draws and checkpoints, written while the chains run. None: keep
-            the draws in host memory.
-        resume: True: if the directory holds a run, continue it from its newest checkpoint. These
-            must be unchanged: sampler, key, shapes, `dtype`, `num_warmup`, `thin`, `batch_per`,
-            `stochastic`, `per_chain` and, if `batches` is a list, the number and the shapes of the
-            batches. Other `params` are ignored, with a warning. The code of functions is not
-            compared. A larger `num_draws` extends a finished run; without it, the stored draws are
-            returned, with a warning. False: the directory must not hold a run.
+        directory: directory for draws and checkpoints, written while the chains run. If it holds a
+            run, `sample` continues it from its newest checkpoint. These must be unchanged: sampler,
+            key, shapes, `dtype`, `num_warmup`, `thin`, `batch_per`, `stochastic`, `per_chain` and,
+            if `batches` is a list, the number and the shapes of the batches. Other `params` are
+            ignored, with a warning. The code of functions is not compared. A larger `num_draws`
+            extends a finished run; without it, the stored draws are returned, with a warning. None:
+            keep the draws in host memory.
         check: warn of what `optax_smile.check` calls mistakes, as far as the loss, the batches and
             the first steps show them; at the end, warn if gradients were not finite, or if a clip
             before the sampler shortened them. This costs a few forward passes, and 32 more if the
@@ -104,19 +97,17 @@ def sample(
         dtype: precision of the draws on disk: `"float16"`, `"float32"` or `"float64"`; None: that
             of the parameters. Requires a `directory`. An array whose largest number is too large or
             too small for it (in `"float16"` above 65504 or below 6e-5) is stored in its own
-            precision in that draw, with a warning; it is an error if the start is too large.
-        progress: show a progress bar, if tqdm is installed. It has the step size, the moving mean
-            of |energy change| and the number of rejected steps; for an optimizer, the loss.
+            precision in that draw, with a warning.
+        progress: show a progress bar, if tqdm is installed.
 
     Returns:
         `Snapshots` with `params` `[chain, draw, ...]` and statistics every `thin` steps; with a
-        `directory`, the `StoredSnapshots` that `load_snapshots` returns. A run ends early on Ctrl-C
-        or SIGTERM, when the batches run out, or when a batch is empty or differs in structure from
-        the first. It then finishes the step, writes a checkpoint, warns, and returns the draws so
-        far. After a signal, `interrupted` of the draws is `"SIGINT"` or `"SIGTERM"`, else None. A
-        scheduler such as Slurm takes a script that exits with status 0 as finished: see the page on
-        long runs. In a multi-process run without a directory, each process returns only its own
-        chains.
+        `directory`, the `StoredSnapshots` that `load_snapshots` returns. Without one, each of
+        several processes returns only its own chains. A run ends early on Ctrl-C or SIGTERM, when
+        the batches run out, or when a batch is empty or differs in structure from the first. It
+        then finishes the step, writes a checkpoint, warns, and returns the draws so far. After a
+        signal, `interrupted` of the draws is `"SIGINT"` or `"SIGTERM"`, else None: see the page on
+        long runs.
 
     Raises:
         ValueError: an argument is out of range; the loss is not a scalar, or it or its gradients
@@ -162,16 +153,15 @@ def sample(
             mesh=mesh,
             specs=specs,
             directory=directory,
-            resume=resume,
             check=check,
             checkpoint_minutes=checkpoint_minutes,
             dtype=dtype,
         ) as run,
-        Bar(num_warmup + num_draws * thin, "sampling", progress, compiles=True) as bar,
+        Bar(num_warmup + num_draws * thin, "sampling", progress) as bar,
         run.heeding(),
     ):
         _check_warmup(run, num_warmup)
-        begun_at, signal = run.num_steps, None
+        begun_at = run.num_steps
         try:
             for step in range((num_warmup - 1) % thin + 1, num_warmup + 1, thin):
                 run.advance(step)
@@ -181,20 +171,12 @@ def sample(
         except Interrupted as interrupt:
             if not run.num_draws:
                 raise
-            signal = interrupt.signal
-            warn(
-                f"{interrupt} `draws.interrupted` is {signal!r}: a script that is to be started"
-                " again must exit with a status other than 0."
-            )
+            warn(f"{interrupt} {EXIT}")
         draws = run.snapshots()
         if isinstance(draws, StoredSnapshots):
             if run.num_steps == begun_at:
-                warn(
-                    f"`sample`: the run in {directory} is finished. Its draws are returned. A"
-                    " larger `num_draws` extends it."
-                )
+                warn(f"`sample`: the run in {directory} is finished. Its draws are returned.")
             draws.draws = draws.draws[:num_draws]
-    vars(draws).update(interrupted=signal)
     return draws
 
 
@@ -215,13 +197,10 @@ def _check_warmup(run: Run, num_warmup: int):
 
 def _show(bar: Bar, run: Run):
     """Update the progress bar."""
-    bar.begin()
     stats = run.stats
-    if np.all(np.isnan(stats["step_size"])):
-        # An optimizer.
-        bar.show(run.num_steps, loss=f"{np.median(stats['loss']):.3g}")
-        return
-    figures = {"step_size": f"{np.median(stats['step_size']):.2e}"}
-    if np.all(np.isfinite(stats["energy_mean"])):
-        figures["energy"] = f"{np.median(stats['energy_mean']):.2g}"
-    bar.show(run.num_steps, **figures, rejected=int(np.sum(stats["num_rejected"])))
+    figures = {"loss": f"{np.median(stats['loss']):.3g}"}
+    # That of an optimizer is NaN.
+    if not np.all(np.isnan(stats["step_size"])):
+        figures["step_size"] = f"{np.median(stats['step_size']):.2e}"
+        figures["rejected"] = str(np.sum(stats["num_rejected"]).astype(int))
+    bar.show(run.num_steps, **figures)

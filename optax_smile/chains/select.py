@@ -20,23 +20,21 @@ from optax_smile._bar import Bar
 from optax_smile._table import aligned
 from optax_smile._types import Batch, Options, Output, Tree, Unchecked, by_identity
 from optax_smile._warn import warn
-from optax_smile.chains.run import Interrupted, Run
+from optax_smile.chains.run import EXIT, Interrupted, Run
 from optax_smile.draws import _checks as _draw_checks
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import Predictor, predict
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.state import MOST_NONFINITE
 
-# A round is scored by the draws after this fraction of its steps; earlier ones depend on the start.
-BURN_IN = 0.5
+BURN_IN = 0.5  # Fraction of the steps of a round before the draws that score it.
 # Draws per chain that score a round, evenly spaced over the rest of its steps. With two instead of
 # six draws per chain, the average of a hot sampler lost .006 nats on LeNet, a third of its gain.
 NUM_SCORED = 16
 # Part of the gain from twice as many draws that each further doubling is assumed to add, and the
 # largest such gain of an input, in nats: see `benchmarks/notes/temperature.md`.
 GAIN_KEPT, LARGEST_GAIN = 0.5, float(np.log(2))
-# Standard errors by which a finalist must be ahead of the chosen one to run again.
-CLEARLY = 2
+CLEARLY = 2  # Standard errors by which a finalist must lead the chosen one to run again.
 # Files with the scores of all rounds, and with the predictions of a candidate in its round.
 ROUNDS, PART = "rounds.json", "round.safetensors"
 PARTS = "Run", "Run.advance", "Run.draws", "sample", "predict", "Predictor", "Predictor.update"
@@ -53,12 +51,12 @@ class Selection(NamedTuple):
         draws: draws of its whole run, as `sample` returns them.
         names: names of all candidates, `[candidate]`.
         num_steps: steps of each chain from the start to the end of each round, `[round]`.
-        lppd: score of the round: log pointwise predictive density of the validation data, nats per
-            input (for `"tokens"`, per token), `[round, candidate]`; NaN for candidates that did not
-            run in the round, -inf if chains or predictions became non-finite.
+        lppd: log pointwise predictive density of the validation data, nats per input (for
+            `"tokens"`, per token), `[round, candidate]`; NaN for candidates that did not run in the
+            round, -inf if chains or predictions became non-finite.
         projected: `lppd` plus the expected gain from the draws to come. It ranks the candidates.
-        standard_error: standard error, over the inputs, of the difference of `projected` from the
-            best of the round; NaN if it is unknown.
+        standard_error: of the difference of `projected` from the best of the round, over the
+            inputs; NaN if it is unknown.
         start_lppd: `lppd` of the initial parameters of the chains.
         final_lppd: `lppd` of all draws of the chosen candidate.
         total_steps: steps of each chain of the chosen candidate.
@@ -84,9 +82,8 @@ class Selection(NamedTuple):
 
     def __str__(self) -> str:
         rows = [("0", "start", self.start_lppd, *[np.nan] * 3)]
-        for number, lppd, projected, error in zip(
-            self.num_steps, self.lppd, self.projected, self.standard_error, strict=True
-        ):
+        rounds = zip(self.num_steps, self.lppd, self.projected, self.standard_error, strict=True)
+        for number, lppd, projected, error in rounds:
             ranked = np.argsort(-projected)[: np.count_nonzero(~np.isnan(projected))]
             for place in ranked:
                 steps = str(number) if place == ranked[0] else ""
@@ -167,25 +164,25 @@ def select(
     """Run several samplers or optimizers, and keep the one that predicts validation data best.
 
     All candidates start from the same parameters with the same key, and run in rounds, each to
-    about twice as many steps as the one before. The score of a round is the log pointwise
-    predictive density (LPPD) of the validation data under the average over at most 16 draws of each
-    chain in the last half of the steps so far. The gain of this average over those of its two
-    halves, for each input at most log 2, is that of twice as many draws. Half of it is added for
-    each doubling until the end of the run. This projected LPPD ranks the candidates. Each round
-    drops the worse half, until at most three finalists remain, of which the next round chooses one:
-    within one standard error of the best, the one with the fewest gradients per step, then a
-    sampler of the posterior of the model (temperature 1, prior not centred at the start).
+    about twice as many steps as the one before. A round is scored by the log pointwise predictive
+    density (LPPD) of the validation data under the average over at most 16 draws of each chain in
+    the last half of the steps so far. The gain of this average over those of its two halves, for
+    each input at most log 2, is that of twice as many draws; half of it is added for each doubling
+    until the end of the run. This projected LPPD ranks the candidates. Each round drops the worse
+    half, until at most three finalists remain, of which the next round chooses one: within one
+    standard error of the best, the one with the fewest gradients per step, then a sampler of the
+    posterior of the model (temperature 1, prior not centred at the start).
 
-    The chosen candidate finishes its run, in further rounds. If its projected LPPD is more than two
-    standard errors below the LPPD that another finalist had, this one runs as many steps, and
-    `select` chooses again. Start from trained networks: who improves late may be dropped.
+    The chosen one finishes its run, in further rounds. If its projected LPPD falls more than two
+    standard errors below the LPPD of another finalist, this one catches up, and `select` chooses
+    again. Start from trained networks: who improves late may be dropped.
 
     Arguments not listed are those of `sample`.
 
     Args:
         batches: iterable of batches; no iterator, since each candidate iterates over it.
         candidates: dict of samplers and Optax optimizers by name, such as those of
-            `local.network_candidates`, or `{f"{T:g}": psmile(..., temperature=T) for T in (...)}`.
+            `local.network_candidates`.
         apply_fn, likelihood: see `predict`.
         batch_size: validation inputs to run at once, >= 1; None: all.
         validation: pair of inputs and targets on which no candidate is trained. They select the
@@ -194,7 +191,6 @@ def select(
             whole run, in (0, 100]. Only a replaced choice costs more.
         directory: directory with a folder per candidate and a file for the rounds. After a kill the
             same call resumes; other samplers, steps or data are an error. None: in memory.
-        progress: show a progress bar over the steps of all candidates, if tqdm is installed.
 
     Returns:
         A `Selection`: print it, or plot it with `plots.selection`.
@@ -229,24 +225,14 @@ def select(
     read |= {"batch_size": batch_size, "mesh": mesh, "specs": specs}
     plan = _Plan(num_warmup, num_draws, thin, steps_per_dispatch)
     rounds = plan.rounds(len(candidates), largest_cost)
+    given: Options = {"key": key, "stochastic": stochastic, "per_chain": per_chain, "check": check}
+    given |= {"steps_per_dispatch": steps_per_dispatch, "mesh": mesh, "specs": specs}
     runs: dict[str, Run] = {}
 
     def run(name: str) -> Run:
         if name not in runs:
-            runs[name] = _Run(
-                loss_fn,
-                params,
-                batches,
-                candidates[name],
-                key=key,
-                stochastic=stochastic,
-                per_chain=per_chain,
-                steps_per_dispatch=steps_per_dispatch,
-                mesh=mesh,
-                specs=specs,
-                directory=None if folder is None else folder / name,
-                check=check,
-            )
+            own = None if folder is None else folder / name
+            runs[name] = _Run(loss_fn, params, batches, candidates[name], directory=own, **given)
         return runs[name]
 
     def close(names: Iterable[str], *error: Unchecked):
@@ -257,9 +243,6 @@ def select(
         closing.push(lambda *error: close(candidates, *error))
         start = predict(apply_fn, Snapshots.from_members(params), validation[0], **read)
         start_lppd = _mean(_by_input(start.log_density))
-        if folder is not None:
-            for name in candidates:
-                _disk.check_real("select", folder / name)
         shapes = _tree.shapes_of_one(params)
         settings = {name: _settings.of(x, shapes) or {} for name, x in candidates.items()}
         # The LPPD identifies inputs, targets, likelihood, model and start.
@@ -269,16 +252,14 @@ def select(
         # Steps of each candidate.
         done = {x: end for (end, _), scores in zip(rounds, found, strict=True) for x in scores}
         total = plan.end + sum(end * num_dropped for end, num_dropped in rounds)
-        bar = closing.enter_context(Bar(total, "selecting", progress, compiles=True))
+        bar = closing.enter_context(Bar(total, "selecting", progress))
 
         def show(name: str, step: int):
             done[name] = step
-            if step:
-                bar.begin()
             bar.show(sum(done.values()), candidate=name)
 
         predictor = Predictor(apply_fn, validation[0], **read)
-        running, finalists, signal = [*candidates], Scores(), None
+        running, finalists = [*candidates], Scores()
         try:
             for (end, num_dropped), scores in zip(rounds, found, strict=True):
                 for name in _contenders(running, finalists, scores):
@@ -305,12 +286,9 @@ def select(
         except Interrupted as interrupt:
             if len(running) > 1 or not run(running[0]).num_draws:
                 raise
-            signal = interrupt.signal
-            rest = "a script that is to be started again must exit with a status other than 0."
-            warn(f"{interrupt} `selection.interrupted` is {signal!r}: {rest}")
+            warn(f"{interrupt} {EXIT}")
         (best,) = running
         draws, total_steps, final_lppd = run(best).snapshots(), run(best).num_steps, -np.inf
-        vars(draws).update(interrupted=signal)
         # A chain may have become non-finite after the last round.
         with contextlib.suppress(ValueError):
             final = predict(apply_fn, draws, validation[0], **read)
@@ -347,8 +325,7 @@ class _Plan(NamedTuple):
     def rounds(self, number: int, largest_cost: float) -> list[tuple[int, int]]:
         """Return the last step of each round, and how many of `number` candidates it drops.
 
-        Up to rounding to ticks, each round doubles the steps, and the dropped candidates take
-        `largest_cost` times the steps of a whole run, or all of their runs.
+        Each round doubles the steps; dropped candidates take `largest_cost` of a whole run in all.
         """
         left = [number]
         while left[-1] > 1:
@@ -406,8 +383,7 @@ def _score(
 
     `file` keeps the predictions so far: a run that continues from a checkpoint repeats some steps.
     """
-    # Step of the last draw; of the earlier and of the later half, the number of draws and the log
-    # of the sum over them of the density of each target.
+    # Step of the last draw; number of draws and log of their summed densities, for each half.
     scored, counts, sums = 0, [0, 0], [np.array(-np.inf), np.array(-np.inf)]
     if file is not None and file.exists():
         with _disk.naming(file, "file", "Remove the folder of this candidate."):
@@ -539,13 +515,10 @@ def _read(folder: Path | None, identity: Options) -> list[Scores]:
     """Read the scores of an earlier call, for each round by name."""
     if folder is None or not os.path.lexists(file := folder / ROUNDS):
         return [{} for _ in identity["rounds"]]
-    rule, remedy = f"a directory with an intact {ROUNDS}", "Restore it, or choose another one."
-    try:
+    with _disk.naming(file, "file", "Restore it, or choose another directory."):
         stored, is_intact = _disk.read_json(file)
-    except ValueError as error:
-        _check.fail("select", "directory", rule, f"{file} ({error})", remedy)
-    if not is_intact:
-        _check.fail("select", "directory", rule, f"{file}, which is damaged", remedy)
+        if not is_intact:
+            raise ValueError("its checksum does not match")
     for what, mine in identity.items():
         if (theirs := stored.get(what)) != mine:
             rule = f"new, or hold a selection with the same {what}: {_check.cut(mine)}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,6 @@ from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _checks, _directory, _host
 
-# Functions whose errors are reported as those of `warmstart`.
-PARTS = "parallel.place", "parallel.init"
 # Jitter relative to the size of the weights, see `chains_from_weights`. It changes the LPPD of
 # trained networks by about .01 nats, at most .05 (energy, concrete, diabetes); 0.1 changes it by up
 # to 2.
@@ -31,27 +29,19 @@ INIT_RULE = "a function of (key) that returns floating-point parameters"
 
 
 class Members(NamedTuple):
-    """State of the training, every leaf `[member, ...]`.
+    """State of the training, every leaf `[member, ...]`."""
 
-    Attributes:
-        params: parameters after the last step.
-        state: state of the optimizer.
-        aux: auxiliary state of the model, or None.
-        key: key of a stochastic loss, or None.
-        loss: loss of the last batch.
-        best: parameters with the smallest validation loss so far, and their auxiliary state.
-        best_loss: the smallest validation loss.
-        stale: epochs since the smallest validation loss, int32.
-    """
+    params: optax.Params  # Parameters after the last step.
+    state: optax.OptState  # State of the optimizer.
+    aux: Tree  # Auxiliary state of the model, or None.
+    key: jax.Array | None  # Key of a stochastic loss.
+    loss: jax.Array  # Loss of the last batch.
+    best: Tree  # Parameters and auxiliary state with the smallest validation loss so far.
+    best_loss: jax.Array  # This loss.
+    stale: jax.Array  # Epochs since then, int32.
 
-    params: optax.Params
-    state: optax.OptState
-    aux: Tree
-    key: jax.Array | None
-    loss: jax.Array
-    best: Tree
-    best_loss: jax.Array
-    stale: jax.Array
+
+Step: TypeAlias = Callable[[Members, Batch], Members]
 
 
 @_check.arguments(
@@ -61,10 +51,8 @@ class Members(NamedTuple):
     num_members=_check.Whole(1),
     key=_check.Key(needed=True),
     num_epochs=_check.Whole(1),
-    validation=_checks.Numbers(traced=False),
     patience=_check.Whole(1),
     aux=parallel.STACKED | None,
-    loss_fn=_checks.Loss(),
     mesh=parallel.MESH,
     specs=parallel.SPECS,
     directory=_check.PathLike() | None,
@@ -84,7 +72,6 @@ def warmstart(
     patience: int = 10,
     aux: Tree = None,
     stochastic: bool = False,
-    per_member: bool = False,
     mesh: Mesh | None = None,
     specs: Tree = None,
     directory: str | os.PathLike[str] | None = None,
@@ -95,9 +82,8 @@ def warmstart(
     """Train the members of a deep ensemble in parallel, each with its own early stopping.
 
     Args:
-        loss_fn: scalar mean loss `loss_fn(params, batch)` without the prior, as for `sample`. If
-            `aux` is given, `warmstart` calls it as `loss_fn(params, batch, aux=aux)`, and it
-            returns `(loss, new_aux)`. If `stochastic` is True, it also receives `key=`.
+        loss_fn, aux, stochastic, mesh, specs, progress: as for `sample`, with members in place of
+            chains.
         init_fn: `init_fn(key)` returns the initial parameters of a member.
         batches: iterable of batches. `warmstart` iterates over it once per epoch. Each new batch
             shape causes a compilation.
@@ -110,24 +96,15 @@ def warmstart(
             and returns the weights with the smallest loss. None: it returns the last weights.
         patience: >= 1. A member is finished after this many epochs in a row without a smaller
             validation loss. The training ends when all members are finished.
-        aux: initial auxiliary state of the model, such as running means of BatchNorm, each leaf
-            `[member, ...]`.
-        stochastic: whether the loss is random, as with dropout. It then receives a new `key=` for
-            each step and each validation.
-        per_member: whether each batch has a leading member axis; otherwise members share batches.
-        mesh: devices; members are spread over the axis `"chain"`, see `parallel`.
-        specs: how the parameters of one member are sharded, see `parallel.place`.
         directory: directory for checkpoints, which are written at the end of epochs. A call with
-            the same directory resumes the training, or returns at once if it is finished. Of
-            what defines the training only `num_epochs` may change; what the loss and the optimizer
-            compute is not compared. If
+            the same directory resumes the training, or returns at once if it is finished. Only
+            `num_epochs` may change; what the loss and the optimizer compute is not compared. If
             `batches` is no list or tuple, a resumed call first iterates over it once for each
             finished epoch, which restores the order of batches that are shuffled with a fixed seed.
         check: test the loss on the first batch, unless it is `stochastic`, and warn if it looks
             like a sum over the examples. Warn of members with equal initial parameters.
         checkpoint_minutes: smallest number of minutes between checkpoints, >= 0. One is always
             written at the end.
-        progress: show a progress bar, if tqdm is installed.
 
     Returns:
         Parameters of all members, each leaf `[member, ...]`: for each member the weights with the
@@ -161,44 +138,37 @@ def warmstart(
     `sample`: Sommer et al. 2024.
     """
     optimizer = optax.with_extra_args_support(optimizer)
+    validation = _tree.as_numeric("warmstart", "validation", validation, copy=True)
     loss = _checks.loss_of("warmstart", loss_fn, aux is not None, stochastic)
     # The argument check has converted a seed to a typed key.
     typed = cast(jax.Array, key)
     members = _begin(init_fn, optimizer, num_members, typed, stochastic, aux, mesh, specs)
     shapes = _tree.shapes_of_one(members.params)
     if _settings.of(optimizer, shapes) is not None:
-        warn(
-            "`warmstart`: `optimizer` is a sampler, so it returns draws instead of trained weights."
-            " Pass an optimizer to `warmstart`. Pass the sampler to `sample`."
-        )
-    elif check and not per_member and not stochastic:
+        warn("`warmstart`: `optimizer` is a sampler, which gives draws. Pass it to `sample`.")
+    elif check and not stochastic:
         first = _tree.first_alike(_tree.local(members.params))
         if copies := [member for member, like in enumerate(first) if first.count(like) > 1]:
-            warn(
-                "`warmstart`: `init_fn` returned the same parameters for members"
-                f" {copies}. Does it use its key?"
-            )
+            what = f"the same parameters for members {copies}. Does it use its key?"
+            warn(f"`warmstart`: `init_fn` returned {what}")
     train_one, judge_one = _steps(loss, optimizer, patience, validation is None)
-    train = parallel.step(train_one, members, mesh=mesh, per_chain=per_member)
+    train = parallel.step(train_one, members, mesh=mesh)
     judge = parallel.step(judge_one, members, mesh=mesh)
     held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
     hint = _checks.advice_on_single(batches)
-    losses = _checks.Losses("warmstart", loss, num_members, per_member, mesh, hint)
-    shared_losses = _checks.Losses("warmstart", loss, num_members, False, mesh)
-    epoch, is_stopped, is_killed, checkpoints = 0, False, False, None
-    identity: Options = {}
+    losses = _checks.Losses("warmstart", loss, num_members, False, mesh, hint)
+    epoch, signal, checkpoints = 0, None, None
+    batch = None if validation is None else jax.tree.map(np.shape, validation)
+    identity: Options = {
+        "stochastic": stochastic,
+        "num_members": num_members,
+        "patience": patience,
+        "key": np.asarray(jax.random.key_data(typed)).tolist(),
+        "validation": None if batch is None else str(batch),
+        "batches": _directory.describe_batches("warmstart", batches),
+    }
     with ExitStack() as closing:
         if directory is not None:
-            batch = None if validation is None else jax.tree.map(np.shape, validation)
-            identity = {
-                "stochastic": stochastic,
-                "per_member": per_member,
-                "num_members": num_members,
-                "patience": patience,
-                "key": np.asarray(jax.random.key_data(typed)).tolist(),
-                "validation": None if batch is None else str(batch),
-                "batches": _directory.describe_batches("warmstart", batches),
-            }
             folder = Path(directory)
             closing.enter_context(_directory.lock("warmstart", folder))
             checkpoints = _directory.Checkpoints(folder, checkpoint_minutes, "warmstart")
@@ -206,19 +176,18 @@ def warmstart(
                 _directory.check_settings("warmstart", folder, place["run"], identity)
             if restored := checkpoints.restore(members):
                 members, epoch = restored[0], restored[1]["epoch"]
-        bar = closing.enter_context(Bar(num_epochs, "warm start", progress, compiles=True))
+        bar = closing.enter_context(Bar(num_epochs, "warm start", progress))
         stop_requested = closing.enter_context(_host.stop_signals())
+        first_epoch = epoch
         if epoch < num_epochs and not _are_done(members, patience):
             # To the order that a shuffled pass has next; passes over a list are all equal.
             for _ in range(0 if isinstance(batches, Sequence) else epoch):
                 for _ in batches:
                     pass
         elif epoch:
-            warn(
-                f"`warmstart`: the training in {directory} is finished. Its {num_members} members,"
-                f" trained for {epoch} epochs, are returned."
-            )
-        while epoch < num_epochs and not is_stopped and not _are_done(members, patience):
+            what = f"Its {num_members} members, trained for {epoch} epochs, are returned."
+            warn(f"`warmstart`: the training in {directory} is finished. {what}")
+        while epoch < num_epochs and not signal and not _are_done(members, patience):
             num_batches, copies = 0, not isinstance(batches, (list, tuple))
             for num_batches, given in enumerate(batches, 1):
                 batch = _tree.as_numeric("warmstart", "batches", given, copy=copies)
@@ -226,50 +195,43 @@ def warmstart(
                     losses.check(members, batch)
                     if check and not stochastic:
                         of_batch = partial(losses, members)
-                        _checks.warn_of_sum("warmstart", of_batch, batch, per_member, mesh)
+                        _checks.warn_of_sum("warmstart", of_batch, batch, False, mesh)
                     if validation is not None:
-                        with _check.called("warmstart", "warmstart", batches="validation"):
-                            shared_losses.check(members, validation, "validation")
-                        # A loss may ignore missing numbers.
-                        if not _checks.is_finite(validation) and not np.any(
-                            np.isfinite(_tree.local(shared_losses(members, validation)))
-                        ):
-                            _check.fail("warmstart", "validation", "finite", "nan or inf")
+                        losses.check(members, validation, "validation")
                 members = train(members, losses.put(batch))
-                bar.begin()
+                if epoch == first_epoch and num_batches == 1:
+                    bar.show(epoch)
             epoch += 1
             if not num_batches:
                 rule = "an iterable that yields batches in every epoch, such as a list"
                 _check.fail("warmstart", "batches", rule, f"none in epoch {epoch}")
             members = judge(members, held_out)
             bar.show(epoch, loss=f"{np.mean(_tree.local(members.best_loss)):.4f}")
-            due = checkpoints is not None and checkpoints.is_due()
-            signal = stop_requested()
-            flags = signal is not None, signal == "SIGTERM", due
-            is_stopped, is_killed, due = _host.any_process(*flags)
-            if checkpoints is not None and due:
+            is_due = checkpoints is not None and checkpoints.is_due()
+            signal, is_due = _host.agree(stop_requested(), is_due)
+            if checkpoints is not None and is_due:
                 checkpoints.save(epoch, members, {"epoch": epoch, "run": identity})
-        if epoch < num_epochs and not is_stopped:
+        if epoch < num_epochs and not signal:
             bar.end("no smaller validation loss")
         if checkpoints is not None:
             checkpoints.save(epoch, members, {"epoch": epoch, "run": identity})
-    if is_stopped:
+    if signal:
         # The members may be half trained.
-        by, resume = "SIGTERM" if is_killed else "Ctrl-C", _directory.how_to_resume(directory)
         epochs = f"{epoch} of at most {num_epochs} epochs"
-        message = f"`warmstart` was stopped by {by} after {epochs}. {resume}"
-        if is_killed and directory is not None:
+        message = f"`warmstart` was stopped by {signal} after {epochs}. "
+        message += _directory.how_to_resume(directory)
+        if signal == "SIGTERM" and directory is not None:
             raise KeyboardInterrupt(message)
         warn(message)
     lost = np.flatnonzero(~np.isfinite(_tree.local(members.best_loss))).tolist()
     if lost:
         rule, got = "finite for every member after some epoch", f"never so for the members {lost}"
-        advice = "Are the initial loss and the batches finite? Try a smaller learning rate."
+        advice = "Are the batches and `validation` finite? Try a smaller learning rate."
         _check.fail("warmstart", "loss_fn", rule, got, advice)
     return members.best["params"] if aux is None else members.best
 
 
-@_check.called("warmstart", *PARTS, tree="params", sampler="optimizer")
+@_check.called("warmstart", "parallel.place", "parallel.init", tree="params", sampler="optimizer")
 def _begin(
     init_fn: Callable[[jax.Array], optax.Params],
     optimizer: optax.GradientTransformationExtraArgs,
@@ -291,11 +253,9 @@ def _begin(
     keys = parallel._split_key(key, num_members, mesh=mesh)
     like = jax.ShapeDtypeStruct(keys.shape, keys.dtype)
     shapes = _check.traced("warmstart", "init_fn", jax.vmap(init_fn), like, rule=INIT_RULE)
-    leaves = jax.tree.leaves(shapes)
-    others = [x.dtype for x in leaves if not jnp.issubdtype(x.dtype, jnp.inexact)]
-    if not leaves or others:
-        got = others[0] if others else _check.cut(shapes)
-        _check.fail("warmstart", "init_fn", INIT_RULE, f"one that returns {got}")
+    dtypes = [x.dtype for x in jax.tree.leaves(shapes)]
+    if not dtypes or not all(jnp.issubdtype(x, jnp.inexact) for x in dtypes):
+        _check.fail("warmstart", "init_fn", INIT_RULE, f"one that returns {_check.cut(shapes)}")
     own = parallel._shardings("warmstart", shapes, mesh, specs, "params")
     initialize = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)
     params = initialize(keys)
@@ -317,11 +277,11 @@ def _begin(
 
 
 def _steps(
-    loss: Callable[..., tuple[jax.Array, Tree]],
+    loss: _checks.FullLoss,
     optimizer: optax.GradientTransformationExtraArgs,
     patience: int,
     keeps_last: bool,
-) -> tuple[Callable[[Members, Batch], Members], Callable[[Members, Batch], Members]]:
+) -> tuple[Step, Step]:
     """Return the training step of one member, and its validation step after an epoch."""
 
     def train(member: Members, batch: Batch) -> Members:
@@ -379,8 +339,7 @@ def chains_from_weights(
             `weights[i % len(weights)]`; None: one chain per tree of weights.
         jitter: standard deviation of Gaussian noise, relative to the root mean square of each
             array, >= 0. Arrays of zeros get no noise, unless all arrays are zero: then the unit is
-            1. None: 0.01 if two chains would start from equal weights, else 0. Without jitter,
-            chains from equal weights stay identical if they share batches and draw no noise.
+            1. None: 0.01 if two chains would start from equal weights, else 0.
         key: JAX key or seed, required for a jitter.
 
     Returns:
@@ -405,9 +364,9 @@ def chains_from_weights(
     _check.Tree(WEIGHTS.text, finite=True)(where, "weights", weights)
     for tree in weights[1:]:
         _tree.check_alike(where, "weights", tree, weights[0], "the first tree")
-    kinds = {jnp.result_type(leaf) for leaf in jax.tree.leaves(weights[0])}
-    if others := [x for x in kinds if not jnp.issubdtype(x, jnp.inexact)]:
-        _check.fail(where, "weights", "floating-point parameters", f"{others[0]}")
+    for leaf in jax.tree.leaves(weights[0]):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            _check.fail(where, "weights", "floating-point parameters", jnp.result_type(leaf))
     num_chains = len(weights) if num_chains is None else num_chains
     if num_chains < len(weights):
         rule = f"at least {len(weights)}, the number of `weights`"
@@ -421,14 +380,13 @@ def chains_from_weights(
     purpose = "for the jitter that separates chains with equal initial weights"
     drawn = _check.Key(True, purpose)(where, "key", key)
 
-    def size(x):
-        return jnp.sqrt(jnp.mean(x**2, axis=tuple(range(1, x.ndim)), keepdims=True))
+    def disturb(chain, noise):
+        sizes = jax.tree.map(lambda x: jnp.sqrt(jnp.mean(x**2)), chain)
+        are_zero = jnp.all(jnp.stack([size == 0 for size in jax.tree.leaves(sizes)]))
 
-    sizes = jnp.stack([size(x).ravel() for x in jax.tree.leaves(chains)])
-    are_zero = jnp.all(sizes == 0, axis=0)
+        def disturb_leaf(x, size, y):
+            return x + jitter * jnp.where(are_zero, 1, size) * y
 
-    def disturb(x, noise):
-        unit = jnp.where(are_zero.reshape(-1, *[1] * (x.ndim - 1)), 1, size(x))
-        return x + jitter * unit * noise
+        return jax.tree.map(disturb_leaf, chain, sizes, noise)
 
-    return jax.tree.map(disturb, chains, _tree.normal_like(drawn, chains))
+    return jax.vmap(disturb)(chains, _tree.normal_like(drawn, chains))

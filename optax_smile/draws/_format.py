@@ -187,18 +187,15 @@ def _is_rounded(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def fits(leaf: np.ndarray | jax.Array, dtype: str | None, tiny: float | None = None) -> bool:
-    """Return whether a leaf keeps its finite numbers in a stored dtype, and relative precision.
-
-    Its largest must be 0 or at least `tiny`; None: the smallest normal number of the dtype.
-    """
+def fits(leaf: np.ndarray, dtype: str | None) -> bool:
+    """Return whether a leaf keeps its finite numbers in a stored dtype, and relative precision."""
     if dtype is None or not _is_rounded(leaf.dtype):
         return True
-    kind, xp = jnp.finfo(dtype), jnp if isinstance(leaf, jax.Array) else np
+    kind = jnp.finfo(dtype)
     if float(jnp.finfo(leaf.dtype).max) <= float(kind.max):
         return True
-    largest = float(xp.max(xp.abs(xp.where(xp.isfinite(leaf), leaf, 0)), initial=0))
-    return largest == 0 or float(kind.tiny if tiny is None else tiny) <= largest <= float(kind.max)
+    largest = float(np.max(np.abs(np.where(np.isfinite(leaf), leaf, 0)), initial=0))
+    return largest == 0 or float(kind.tiny) <= largest <= float(kind.max)
 
 
 def read_chains(blocks: list[Block], leaves: list[Leaf], num_chains: int) -> list[np.ndarray]:
