@@ -72,16 +72,14 @@ def own_flags(function: Function_, *, compiles: bool = False) -> Function_:
     @functools.wraps(function)
     def run(*args: Unchecked, **kwargs: Unchecked) -> Unchecked:
         jit = jax.disable_jit(False) if compiles else contextlib.nullcontext()
-        with jax.debug_nans(False), jax.debug_infs(False), jit:
+        with jit, jax.debug_nans(False), jax.debug_infs(False):
             with jax.numpy_dtype_promotion("standard"):
                 return function(*args, **kwargs)
 
     return cast(Function_, run)
 
 
-def on_host(function: Function_) -> Function_:
-    """Make a function of the host in which no debugging flag of JAX acts."""
-    return own_flags(function, compiles=True)
+on_host = functools.partial(own_flags, compiles=True)
 
 
 @contextlib.contextmanager

@@ -464,8 +464,8 @@ DEFECTS = r"""
 + Potential(number, max(precisions), 1.0)
 # local/precision.py | test_local.py
 = local: excess on one side alone | no_minimum
-- "excess": (loss + losses(mirrored)) / 2 - start_loss,
-+ "excess": loss - start_loss,
+- excess = (loss + losses(mirrored)) / 2 - start_loss
++ excess = loss - start_loss
 # samplers/_microcanonical.py | test_contract.py
 = schedule counts calls instead of steps | given_step_size
 - _tree.count(state.num_steps, end.opens_step)

@@ -113,19 +113,9 @@ class PrecisionSearch(NamedTuple):
         return "\n".join([*aligned(table), "", *notes])
 
 
-class _Weights(_check.Constraint):
-    """Trained weights of one network."""
-
-    text = "a tree of finite float32 or float64 arrays with at least 2 parameters"
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        _tree.check_params(where, value, smallest=2)
-        return _check.Tree(self.text, traced=False, finite=True)(where, argument, value)
-
-
 @_check.arguments(
     loss_fn=_check.Function("(params, batch)"),
-    params=_Weights(),
+    params=_check.Tree("a tree of finite arrays", traced=False, finite=True),
     batches=_check.REPEATABLE,
     num_data=_check.Real(1, traced=False),
     make_sampler=_check.Function(
@@ -211,19 +201,16 @@ def local_precision(
         >>> 2e3 < search.prior_precision < 3e3
         True
     """
-    where = "local_precision"
-    typed = cast(jax.Array, key)
+    where, typed = "local_precision", cast(jax.Array, key)
+    _tree.check_params(where, params, smallest=2)
     start_loss = _check_loss(where, loss_fn, params, batches, check)
     losses, chains = _over_batches(loss_fn, batches), _copies(params, num_chains)
 
-    def observe(draws: optax.Params) -> dict[str, np.ndarray]:
-        mirrored = jax.tree.map(lambda w, x: 2 * w - x, chains, draws)
-        loss = losses(draws)
-        return {
-            "loss": loss,
-            "excess": (loss + losses(mirrored)) / 2 - start_loss,
-            "distance": _distance(chains, draws),
-        }
+    def observe(draws: optax.Params) -> np.ndarray:
+        """Return loss, excess and distance of the draws `[chain, ...]`, `[3, chain]`."""
+        loss, mirrored = losses(draws), jax.tree.map(lambda w, x: 2 * w - x, chains, draws)
+        excess = (loss + losses(mirrored)) / 2 - start_loss
+        return np.stack([loss, excess, _distance(chains, draws)])
 
     def run(precision: float) -> tuple[float, ...]:
         posterior = {"num_data": num_data, "temperature": temperature, "prior_precision": precision}
@@ -234,16 +221,15 @@ def local_precision(
         with _check.called(where, "Run", "Run.advance", "Run.draws", sampler="make_sampler"):
             chain = Run(loss_fn, chains, batches, sampler, key=typed, check=False)
             chain.advance(num_warmup)
-            looks = [observe(draw) for draw in chain.draws(num_draws, thin=thin)]
-        seen = {name: np.stack([look[name] for look in looks], axis=1) for name in looks[0]}
+            seen = np.stack([observe(x) for x in chain.draws(num_draws, thin=thin)], axis=2)
+        loss, excess, distance = seen
         # Chains with non-finite losses have infinite excess.
-        excess = np.nan_to_num(seen["excess"].mean(axis=1), nan=np.inf)
+        excess = np.nan_to_num(excess.mean(axis=1), nan=np.inf)
         with np.errstate(invalid="ignore"):
             error = excess.std(ddof=1) / np.sqrt(num_chains) if num_chains > 1 else np.nan
-            found = excess.mean(), error, seen["loss"].mean(), seen["distance"].mean()
-        return precision, *map(float, found)
+        return precision, excess.mean(), error, loss.mean(), distance.mean()
 
-    tried = [run(1 / _width(where, observe, chains, typed, allowed) ** 2)]
+    tried = [run(1 / _width(where, lambda x: observe(x)[1], chains, typed, allowed) ** 2)]
     with Bar(max_runs, "precisions", progress) as bar:
         while len(tried) < max_runs and not 1 / NEAR <= tried[-1][1] / allowed <= NEAR:
             bar.show(len(tried), last=f"{tried[-1][0]:.3g}", excess=f"{tried[-1][1]:.3g}")
@@ -327,7 +313,7 @@ def _distance(one: Tree, other: Tree) -> np.ndarray:
 
 def _width(
     where: str,
-    observe: Callable[[Tree], dict[str, np.ndarray]],
+    excess_of: Callable[[Tree], np.ndarray],
     chains: optax.Params,
     key: jax.Array,
     allowed: float,
@@ -339,7 +325,7 @@ def _width(
     width = FIRST_WIDTH * size
     for _ in range(MOST_WIDTHS):
         moved = jax.tree.map(lambda x, z, s=width: (x + s * z).astype(x.dtype), chains, noise)
-        excess = float(np.median(np.nan_to_num(observe(moved)["excess"], nan=np.inf)))
+        excess = float(np.median(np.nan_to_num(excess_of(moved), nan=np.inf)))
         if 1 / NEAR <= excess / allowed <= NEAR:
             break
         if width > LARGEST_WIDTH * size and excess <= 0:
@@ -363,19 +349,8 @@ def _next(tried: list[tuple[float, ...]], allowed: float) -> float:
     return float(np.exp(logs[-1, 0] + jump))
 
 
-class _Floating(_check.Constraint):
-    text = "a tree of arrays of floating-point numbers, not empty"
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        for x in jax.tree.leaves(value) or [None]:
-            is_real = jnp.issubdtype(getattr(x, "dtype", object), jnp.floating)
-            if not is_real or 0 in x.shape:
-                _check.fail(where, argument, self.text, _check.show(x))
-        return value
-
-
 @_check.arguments(
-    params=_Floating(),
+    params=_check.Tree("a tree of arrays, not empty"),
     scale=_check.Real(0, open="low", traced=False),
     out_axis=_check.Where("0 or -1", lambda axis: type(axis) is int and axis in (0, -1)),
 )
@@ -405,6 +380,9 @@ def fan_in_precision(
 
     def precision(x: jax.Array) -> float:
         shape = np.shape(x)
+        if not _tree.is_floating(x) or 0 in shape:
+            rule = "a tree of arrays of floating-point numbers, not empty"
+            _check.fail("fan_in_precision", "params", rule, _check.show(x))
         return float(np.prod(shape) / shape[out_axis] / scale) if len(shape) > 1 else 1.0 / scale
 
     return jax.tree.map(precision, params)
