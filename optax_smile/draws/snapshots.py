@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import copy
-import dataclasses
 import functools
 import itertools
 import math
@@ -44,6 +43,7 @@ class Draws(abc.ABC):
     params: Tree
     trace: Trace
     settings: Settings | None
+    start: Tree
     interrupted: str | None = None
     # The arrays of one draw of one chain, and the `PyTreeDef` of its tree; None if it is unknown.
     _leaves: list[_format.Leaf]
@@ -170,7 +170,6 @@ class Draws(abc.ABC):
         return np.array(chosen)
 
 
-@dataclasses.dataclass(frozen=True, repr=False, init=False, eq=False)
 class Snapshots(Draws):
     """Draws of several chains: a sequence of parameter trees, ordered draw by draw.
 
@@ -203,11 +202,6 @@ class Snapshots(Draws):
           arrays  w float64[3]
     """
 
-    params: Tree
-    trace: Trace
-    settings: Settings | None = None
-    start: Tree = None
-
     @_check.arguments(
         "Snapshots",
         params=_check.Tree(axes="[chain, draw, ...]", keys=False),
@@ -225,12 +219,10 @@ class Snapshots(Draws):
         if start is not None:
             first = jax.eval_shape(lambda: jax.tree.map(lambda x: x[:, 0], params))
             _tree.check_alike("Snapshots", "start", start, first, "a draw of `params`")
-        num_chains, num_draws = jax.tree.leaves(params)[0].shape[:2]
-        leaves, structure = _format.leaves_of(params, axes=2), jax.tree.structure(params)
-        # A frozen dataclass does not allow assignment.
-        vars(self).update(params=params, trace=dict(trace), settings=settings, start=start)
-        vars(self).update(num_chains=num_chains, num_draws=num_draws)
-        vars(self).update(_leaves=leaves, _structure=structure)
+        self.params, self.trace, self.settings, self.start = params, dict(trace), settings, start
+        self.num_chains, self.num_draws = jax.tree.leaves(params)[0].shape[:2]
+        self._leaves = _format.leaves_of(params, axes=2)
+        self._structure = jax.tree.structure(params)
 
     @classmethod
     @_check.arguments(
