@@ -40,8 +40,7 @@ def _are_specs(tree: Tree) -> bool:
 
 def _are_axes(in_axes: object) -> bool:
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes,)
-    are_known = all(axis is None or type(axis) is int and axis == 0 for axis in axes)
-    return are_known and any(axis == 0 for axis in axes)
+    return set(map(repr, axes)) <= {"0", "None"} and 0 in axes
 
 
 STACKED = _check.Tree(axes="[chain, ...]")
@@ -126,15 +125,11 @@ def place_batch(
     """Put a batch on the devices, with examples sharded over the axis `"data"` if it divides them.
 
     Args:
-        batch: arrays `[example, ...]`, the same in every process; `[chain, example, ...]` with
-            `per_chain`. JAX arrays that are already on several devices stay there.
+        batch: arrays `[example, ...]`, the same in every process. JAX arrays that are already on
+            several devices stay there.
         mesh: devices; None: return the batch unchanged.
-        per_chain: whether each chain has its own examples.
-        stacked: whether an axis of calls precedes the examples, `[call, example, ...]` or
-            `[chain, call, example, ...]`.
-
-    Returns:
-        The batch as JAX arrays.
+        per_chain: whether an axis of chains precedes the examples, `[chain, example, ...]`.
+        stacked: whether an axis of calls precedes them, after that of chains.
     """
     if mesh is None:
         return batch
@@ -161,26 +156,22 @@ def place_batch(
 def over_chains(
     function: Callable, *, mesh: Mesh | None = None, in_axes: int | tuple[int | None, ...] = 0
 ) -> Callable:
-    """Map a function of one chain over all chains.
+    """Map a function of one chain over all chains, to compile with `jax.jit`.
 
     The axis `"chain"` is a manual axis of `jax.shard_map`, so that chains cannot communicate; the
-    compiler handles the other axes of the mesh.
+    compiler handles the other axes of the mesh. All results have a leading chain axis.
 
     Args:
         function: function of arrays of one chain.
         mesh: devices, or None.
         in_axes: for each argument 0 or None, as for `jax.vmap`: whether it has a chain axis.
-
-    Returns:
-        A function to compile with `jax.jit`; all its results have a leading chain axis.
     """
-    mapped = jax.vmap(function, in_axes=in_axes)
+    mapped, own = jax.vmap(function, in_axes=in_axes), PartitionSpec(CHAIN)
     if mesh is None:
         return mapped
-    own, shared = PartitionSpec(CHAIN), PartitionSpec()
     in_specs = own
     if isinstance(in_axes, tuple):
-        in_specs = tuple(shared if axis is None else own for axis in in_axes)
+        in_specs = tuple(PartitionSpec() if axis is None else own for axis in in_axes)
     return jax.shard_map(mapped, mesh=mesh, in_specs=in_specs, out_specs=own, axis_names={CHAIN})
 
 
@@ -217,13 +208,10 @@ def init(
     Raises:
         ValueError: as for `place`; several chains with random numbers but without a key; a state
             with several random keys called `key`.
-
-    Cost: `sampler.init` for every chain.
     """
-    where = "parallel.init"
-    chains, own = num_chains(where, params), None
+    where, own = "parallel.init", None
+    chains = num_chains(where, params)
     of_params = _shardings(where, params, mesh, specs, "params")
-    of_chains = over_chains(sampler.init, mesh=mesh)
     if mesh is not None:
         own = optax.tree.map_params(
             sampler,
@@ -232,7 +220,7 @@ def init(
             of_params,
             transform_non_params=lambda _: _chain_sharding(mesh),
         )
-    state = jax.jit(of_chains, out_shardings=own)(params)
+    state = jax.jit(over_chains(sampler.init, mesh=mesh), out_shardings=own)(params)
     if key is None and chains == 1:
         return state
     try:
@@ -244,8 +232,8 @@ def init(
     if known is None:
         return state
     purpose = f"to derive a key for each of the {chains} chains"
-    needed = _check.Key(True, purpose)(where, "key", key)
-    keys = _split_key(needed, chains, mesh=mesh, raw=True)
+    key = _check.Key(True, purpose)(where, "key", key)
+    keys = _split_key(key, chains, mesh=mesh, raw=True)
     if keys.shape != known.shape:
         rule = f"a key with {known.shape[-1]} words of data, like the sampler's"
         _check.fail(where, "key", rule, f"{keys.shape[-1]} words")
@@ -307,9 +295,8 @@ def step(
         ...     grads = jax.grad(lambda w: jnp.mean((w - batch) ** 2))(params)
         ...     updates, state = tx.update(grads, state, params)
         ...     return optax.apply_updates(params, updates), state
-        >>> mesh = jax.make_mesh(
-        ...     (1, 1), ("chain", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-        ... )
+        >>> axis_types = (jax.sharding.AxisType.Auto,) * 2
+        >>> mesh = jax.make_mesh((1, 1), ("chain", "data"), axis_types=axis_types)
         >>> params = parallel.place(jnp.zeros((4, 3)), mesh=mesh)
         >>> carry = params, parallel.init(tx, params, mesh=mesh)
         >>> advance = parallel.step(one_step, carry, mesh=mesh)
