@@ -1,9 +1,9 @@
 """Plots of a run and its predictions: did the chains run well, and can the result be trusted?
 
-Each function draws one plot onto `ax`, or onto a new figure, and returns the axes for further
-changes. They need matplotlib, `pip install 'optax-smile[plots]'`, else they raise an `ImportError`.
-A `trace` is the attribute `.trace` of what `sample` returns: arrays `[chain, tick]`, warm-up
-included. For other plots of a run use ArviZ, after `diagnostics.to_arviz`.
+Each function draws one plot onto `ax`, or onto a new figure, and returns the axes. They need
+matplotlib, `pip install 'optax-smile[plots]'`, else they raise an `ImportError`. A `trace` is the
+attribute of what `sample` returns: arrays `[chain, tick]`, warm-up included. For other plots of a
+run use ArviZ, after `diagnostics.to_arviz`.
 
 Example:
     >>> from matplotlib.figure import Figure
@@ -37,8 +37,9 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 PALETTE += ("#999933", "#AAAAAA")
 # Of candidates that repeat the colours.
 FORMATS = ("o-", "s--", "^:")
-# Opacity of a band, and size of a new figure in inches.
-BAND_ALPHA, FIGURE_SIZE = 0.25, (5.6, 4.4)
+# Look of a band, and size of a new figure in inches.
+BAND: Options = {"color": PALETTE[0], "alpha": 0.25, "lw": 0}
+FIGURE_SIZE = (5.6, 4.4)
 # Of a legend: characters in a row, and those of a handle; distance below the axes, in sizes of its
 # font, with room for ticks and label.
 LEGEND_WIDTH, LEGEND_HANDLE, BELOW_AXES = 60, 6, 4.3
@@ -73,8 +74,8 @@ def reliability(
 ) -> Axes:
     """Plot accuracy against confidence; calibrated predictions lie on the diagonal.
 
-    Dots below the diagonal are overconfident, dots above it underconfident. Call it repeatedly with
-    the same `ax` to compare methods; each gets its own colour.
+    Dots below the diagonal are overconfident, dots above it underconfident. Calls with the same
+    `ax` compare methods.
 
     Args:
         probabilities: class probabilities, `[input, class]`, rows that sum to one.
@@ -84,25 +85,22 @@ def reliability(
         ax: where to draw; None makes a new figure.
 
     Returns:
-        The axes: a dot per bin, with area proportional to its share of the inputs, and the
-        diagonal. The legend gives the expected calibration error (ECE) with these bins.
+        The axes: a dot per bin, with area proportional to its share of the inputs. The legend
+        gives the expected calibration error (ECE) with these bins.
 
     Raises:
         ValueError: as for `optax_smile.metrics.reliability`.
     """
     bins = metrics.reliability(probabilities, labels, num_bins)
     error = metrics.ece(probabilities, labels, num_bins)
-    ax = _open(ax)
-    before = _count_curves(ax, "reliability")
-    if before == 0:
-        ax.plot([0, 1], [0, 1], color="0.5", ls=":", lw=1)
-    filled = bins.count > 0
+    ax, filled = _open(ax), bins.count > 0
     places = bins.confidence[filled], bins.accuracy[filled]
     areas = np.maximum(SMALLEST_DOT, LARGEST_DOT * bins.count[filled] / bins.count.sum())
+    name, color = f"{label or 'predictions'} (ECE {error:.3f})", _next_color(ax)
     # Draw the line faintly: it means little where bins hold single inputs.
-    name = f"{label or 'predictions'} (ECE {error:.3f})"
-    ax.plot(*places, color=_color(before), lw=1, alpha=0.5, label=name, gid="reliability")
-    ax.scatter(*places, areas, color=_color(before), alpha=0.7, lw=0, zorder=3)
+    ax.plot(*places, color=color, lw=1, alpha=0.5, label=name)
+    ax.scatter(*places, areas, color=color, alpha=0.7, lw=0, zorder=3)
+    ax.plot([0, 1], [0, 1], color="0.5", ls=":", lw=1)
     ax.set(title="Reliability (dot area: share of inputs)", xlabel="confidence", ylabel="accuracy")
     ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
     return _with_legend(ax)
@@ -119,8 +117,8 @@ def risk_coverage(
 ) -> Axes:
     """Plot the error rate among the most confident predictions.
 
-    A good model is wrong where it is uncertain: its curve falls towards zero on the left. Call it
-    repeatedly with the same `ax` to compare methods.
+    A good model is wrong where it is uncertain: its curve falls towards zero on the left. Calls
+    with the same `ax` compare methods.
 
     Args:
         probabilities: class probabilities, `[input, class]`, rows that sum to one.
@@ -129,7 +127,7 @@ def risk_coverage(
         ax: where to draw; None makes a new figure.
 
     Returns:
-        The axes: the share of wrong predictions against the share of inputs answered, most
+        The axes: the share of wrong predictions against the share of inputs answered, the most
         confident first. The legend gives the area under the curve (AURC).
 
     Raises:
@@ -138,8 +136,7 @@ def risk_coverage(
     coverage, risk = metrics.risk_coverage(probabilities, labels)
     name = f"{label or 'predictions'} (AURC {metrics.aurc(probabilities, labels):.3g})"
     ax = _open(ax)
-    color = _color(_count_curves(ax, "risk_coverage"))
-    ax.plot(coverage, risk, color=color, lw=1.5, label=name, gid="risk_coverage")
+    ax.plot(coverage, risk, color=_next_color(ax), lw=1.5, label=name)
     ax.set(title="Risk against coverage", ylabel="share wrong among them")
     ax.set(xlabel="share of inputs answered, the most confident first", xlim=(0, 1))
     ax.set_ylim(bottom=0, auto=True)
@@ -182,23 +179,21 @@ def regression_band(
     """
     lower, upper = metrics.interval(mean, std, level)
     middle = np.atleast_2d(np.asarray(mean, float)).mean(axis=0)
-    like = _check.Array(like="mean")
-    passed = {"inputs": inputs, "targets": targets}.items()
-    where, fits = "plots.regression_band", {"mean": lower}
-    given = {name: like(where, name, x, fits) for name, x in passed if x is not None}
-    order = np.argsort(given.get("inputs", middle), kind="stable")
-    along = given["inputs"][order] if "inputs" in given else np.arange(middle.size)
+    like, where = _check.Array(like="mean"), "plots.regression_band"
+    along = like(where, "inputs", middle if inputs is None else inputs, {"mean": lower})
+    order = np.argsort(along, kind="stable")
+    along = np.arange(middle.size) if inputs is None else along[order]
+    observed = (like | None)(where, "targets", targets, {"mean": lower})
     ax, title = _open(ax), f"{100 * level:g} % band"
-    band = {"color": PALETTE[0], "alpha": BAND_ALPHA, "lw": 0, "label": title}
-    ax.fill_between(along, lower[order], upper[order], **band)
-    if "targets" in given:
+    ax.fill_between(along, lower[order], upper[order], **BAND, label=title)
+    if observed is not None:
         dots = {"ms": 4, "alpha": 0.6, "mec": "none", "label": "targets"}
-        ax.plot(along, given["targets"][order], ".", color=PALETTE[1], **dots)
-        share = metrics.coverage(lower, upper, given["targets"])
+        ax.plot(along, observed[order], ".", color=PALETTE[1], **dots)
+        share = metrics.coverage(lower, upper, observed)
         title += f": holds {100 * share:.1f} % of {middle.size} targets"
     ax.plot(along, middle[order], color=PALETTE[0], lw=1.5, label="mean")
-    ax.set(title=title, xlabel="input" if "inputs" in given else "rank of the predicted mean")
-    ax.set_ylabel("target")
+    xlabel = "rank of the predicted mean" if inputs is None else "input"
+    ax.set(title=title, xlabel=xlabel, ylabel="target")
     return _with_legend(ax)
 
 
@@ -221,11 +216,11 @@ def step_size(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes
     """
     sizes, gradients = _trace.read("plots.step_size", trace, "step_size", "num_gradients")
     ax = _open(ax)
-    # A line of a single point would be invisible. Only chains with their own colours are named.
-    look = {"lw": 1, "marker": "o" if sizes.shape[1] == 1 else ""}
+    # A line of a single point would be invisible.
+    marker = "o" if sizes.shape[1] == 1 else ""
     for chain, size in enumerate(sizes):
         label = f"chain {chain}" if len(sizes) <= len(PALETTE) else None
-        ax.plot(gradients[chain], size, color=_color(chain), label=label, **look)
+        ax.plot(gradients[chain], size, color=_color(chain), label=label, lw=1, marker=marker)
     known = sizes[np.isfinite(sizes) & (sizes > 0)]
     if known.size and known.max() > LINEAR_SPREAD * known.min():
         ax.set_yscale("log")
@@ -275,8 +270,7 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> A
     if known:
         middle = [x for x, _ in known]
         low, median, high = np.transpose([np.quantile(y, [0.05, 0.5, 0.95]) for _, y in known])
-        band = {"color": PALETTE[0], "alpha": BAND_ALPHA, "lw": 0, "label": "5 to 95 %"}
-        ax.fill_between(middle, low, high, **band)
+        ax.fill_between(middle, low, high, **BAND, label="5 to 95 %")
         style = "o-" if len(known) == 1 else "-"
         ax.plot(middle, median, style, color=PALETTE[0], lw=1.5, label="median")
     title = "Energy error of the steps" if known else "No energy error: the loop passed no value"
@@ -290,14 +284,13 @@ def chain_paths(params: Tree, *, start: Tree = None, ax: Axes | None = None) -> 
     """Plot the paths of the chains in the plane in which the draws vary most.
 
     Overlapping paths explore the same region. Separate clouds are different modes. A path that
-    still moves in one direction has not reached equilibrium. If the plane has a small share of the
-    variance, do not rely on distances in it.
+    still moves in one direction has not converged. If the plane has a small share of the variance,
+    do not rely on distances in it.
 
     Args:
-        params: draws `[chain, draw, dimension]`, or a tree of arrays `[chain, draw, ...]`, such as
-            the `params` of what `sample` returns; all leaves count.
-        start: initial parameters of the chains, such as `warmstart` returns: like `params` without
-            the draw axis. The start does not affect the plane.
+        params: a tree of arrays `[chain, draw, ...]`, such as the `params` of what `sample`
+            returns.
+        start: initial parameters of the chains `[chain, ...]`. They do not affect the plane.
         ax: where to draw; None makes a new figure.
 
     Returns:
@@ -315,18 +308,15 @@ def chain_paths(params: Tree, *, start: Tree = None, ax: Axes | None = None) -> 
     with _check.called("plots.chain_paths", "Snapshots"):
         given = Snapshots(params, start=start)
     num_chains, draws = given.num_chains, _joined(params, len(given))
-    if not draws.shape[1]:
-        got = f"the shapes {jax.tree.map(np.shape, params)}"
-        _check.fail("plots.chain_paths", "params", "of at least one dimension", _check.cut(got))
-    middle, begins = draws.mean(axis=0), np.empty((num_chains, 0, 2))
+    middle = draws.mean(axis=0)
     axes, shares = _principal_axes(draws - middle)
     paths = ((draws - middle) @ axes).reshape(num_chains, -1, 2)
     if start is not None:
-        begins = ((_joined(start, num_chains) - middle) @ axes)[:, None]
+        begins = (_joined(start, num_chains) - middle) @ axes
+        paths = np.concatenate([begins[:, None], paths], axis=1)
     ax = _open(ax)
-    for chain in range(num_chains):
-        path, color = np.concatenate([begins[chain], paths[chain]]), _color(chain)
-        label = f"chain {chain}" if num_chains <= len(PALETTE) else None
+    for chain, path in enumerate(paths):
+        color, label = _color(chain), f"chain {chain}" if num_chains <= len(PALETTE) else None
         ax.plot(*path.T, "-", color=color, lw=0.9, alpha=0.6, label=label)
         ax.plot(*path[0], "x", color=color, ms=7, mew=2, zorder=3)
         ax.plot(*path[-1], "o", color=color, ms=7, mec="white", mew=0.8, zorder=3)
@@ -362,10 +352,10 @@ def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
         ax: where to draw; None makes a new figure.
 
     Returns:
-        The axes: LPPD of the validation data against steps. A line per candidate ends where it was
-        dropped; error bars are standard errors of the difference in projected LPPD from the best of
-        the round. The star is the LPPD of all draws of the chosen candidate. A marker at the bottom
-        shows values off the scale, far below the best of their round; a cross, that it failed.
+        The axes: LPPD of the validation data against steps, a line per candidate. Error bars are
+        standard errors of the difference in projected LPPD from the best of the round. The star is
+        the LPPD of all draws of the chosen candidate. A triangle at the bottom stands for a value
+        far below the best of its round, a cross for a candidate that failed.
     """
     steps, lppd, names = selection.num_steps, selection.lppd, selection.names
     start, final = selection.start_lppd, selection.final_lppd
@@ -411,9 +401,9 @@ def _color(place: int) -> str:
     return PALETTE[place % len(PALETTE)]
 
 
-def _count_curves(ax: Axes, plot: str) -> int:
-    """Count the methods that a plot has drawn on these axes; each curve bears its name."""
-    return sum(line.get_gid() == plot for line in ax.lines)
+def _next_color(ax: Axes) -> str:
+    """Return the colour after those of the curves with a label."""
+    return _color(len(ax.get_legend_handles_labels()[1]))
 
 
 def _count_gradients(ax: Axes):

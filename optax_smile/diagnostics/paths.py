@@ -68,12 +68,12 @@ def _leaves(tree: Tree) -> Leaves:
 
 def _first_alike(chains: Sequence[Leaves], norms: np.ndarray) -> list[int]:
     """Find the first chain with equal arrays; only chains of equal norm are compared."""
-    first = []
-    for chain, leaves in enumerate(chains):
-        near = (other for other in range(chain) if norms[other] == norms[chain])
-        alike = (other for other in near if all(map(np.array_equal, chains[other], leaves)))
-        first.append(next(alike, chain))
-    return first
+
+    def are_alike(one: int, other: int) -> bool:
+        equal = map(np.array_equal, chains[one], chains[other])
+        return one == other or (norms[one] == norms[other] and all(equal))
+
+    return [next(x for x in range(c + 1) if are_alike(x, c)) for c in range(len(chains))]
 
 
 def _pick(leaves: Leaves, places: list[tuple[int, int]]) -> list[float]:
