@@ -326,12 +326,10 @@ class PathLike(Constraint):
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
             fail(where, argument, self.text, show(value))
-        if "\0" in (path := os.fsdecode(value)):
-            fail(where, argument, "a path without null characters", repr(path))
         try:
-            return Path(path).expanduser()
+            return Path(os.fsdecode(value)).expanduser()
         except RuntimeError:
-            fail(where, argument, self.text, repr(path), "There is no such home directory.")
+            fail(where, argument, self.text, repr(value), "There is no such home directory.")
 
 
 @dataclass(frozen=True)

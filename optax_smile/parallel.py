@@ -232,8 +232,8 @@ def init(
     if known is None:
         return state
     purpose = f"to derive a key for each of the {chains} chains"
-    key = _check.Key(True, purpose)(where, "key", key)
-    keys = _split_key(key, chains, mesh=mesh, raw=True)
+    own_key = _check.Key(True, purpose)(where, "key", key)
+    keys = _split_key(own_key, chains, mesh=mesh, raw=True)
     if keys.shape != known.shape:
         rule = f"a key with {known.shape[-1]} words of data, like the sampler's"
         _check.fail(where, "key", rule, f"{keys.shape[-1]} words")

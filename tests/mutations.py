@@ -484,8 +484,8 @@ DEFECTS = r"""
 - 
 # draws/_format.py | test_snapshots.py
 = a draw with a gap between its files counts as whole | gap
-- stop = max(stop, part.last + 1) if part.first <= stop else stop
-+ stop = max(stop, part.last + 1)
+- return len(chains) == num_chains
++ return max(chains) == num_chains - 1
 # diagnostics/findings.py | test_diagnostics.py
 = trend compares with the first tenth | figures_of_a_trace
 - second = sizes[:, tenth : 2 * tenth] if

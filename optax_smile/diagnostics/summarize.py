@@ -51,8 +51,8 @@ class Summary:
         nominal_rate: this rate for a perfect fit with the given `reject_quantile`, or NaN.
         num_nonfinite: number of gradients or values that were not finite, `[chain]`.
         temperature: temperature of the posterior, 1 for Bayes, `[chain]`.
-        copy_of: the first chain with equal draws, bit for bit, `[chain]`; its own number if there
-            is none before it. Copies count once in `rhat_across`, `ess` and `mcse`.
+        copy_of: the first chain with equal draws, bit for bit, `[chain]`. Copies count once in
+            `rhat_across`, `ess` and `mcse`.
         rhat_within: R-hat of the quarters of single predictions or weights, `[chain, point]`.
         rhat_across, ess: R-hat and effective sample size of all chains for single predictions,
             `[point]`; empty without them.
@@ -231,11 +231,9 @@ def summary(
     predictions agree, and "slow", "different modes" and "chains differ" are not checked.
 
     Args:
-        snapshots: result of `sample`, `load_snapshots` or `Snapshots.from_draws`. For weights
-            without a sampler, such as a deep ensemble, few checks can be made.
-        prediction: result of `predict(..., per="draw", targets=...)` for the same draws, on test or
-            training data. Of several outputs per input, the one with the largest variance over the
-            draws counts.
+        snapshots: result of `sample`, `load_snapshots` or `Snapshots.from_draws`.
+        prediction: result of `predict(..., per="draw", targets=...)` for the same draws. Of several
+            outputs per input, the one with the largest variance over the draws counts.
         max_inputs: largest number of randomly chosen inputs (without a prediction: of weights) for
             R-hat and ESS, >= 1.
         seed: seed of this choice, >= 0.
@@ -244,11 +242,10 @@ def summary(
         A `Summary`: print it.
 
     Raises:
-        ValueError: there are no draws, or they are iterates of an optimizer or were chosen by their
-            indices; the prediction has no single draws or targets, or is of other numbers of draws;
-            NaN.
+        ValueError: no draws, iterates of an optimizer or draws chosen by their indices; a
+            prediction without single draws or targets, or of other numbers of draws; NaN.
         ImportError: ArviZ is not installed. R-hat and ESS need at least 8 draws per chain, or 4
-            with a `prediction`; with fewer draws, ArviZ is not imported.
+            with a `prediction`.
 
     Cost: about a millisecond per chain and chosen input, and one pass over the draws. At most two
     draws of each chain are in memory.

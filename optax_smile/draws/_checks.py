@@ -4,12 +4,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import jax
 import jax.core
 import numpy as np
 
 from optax_smile import _check, _tree
-from optax_smile._types import Batch
 from optax_smile.draws import likelihoods
 from optax_smile.draws.prediction import Prediction
 
@@ -77,11 +75,6 @@ INPUTS_AND_TARGETS = _check.Where(
     "a pair of inputs and targets",
     lambda value: isinstance(value, (tuple, list)) and len(value) == 2 and value[1] is not None,
 )
-
-
-def num_inputs(inputs: Batch) -> int:
-    """Return the length of arrays `[input, ...]`."""
-    return np.shape(jax.tree.leaves(inputs)[0])[0]
 
 
 def log_density_of(where: str, axes: tuple[int, int], prediction: Prediction) -> np.ndarray:

@@ -134,10 +134,8 @@ def find(directory: Path, num_chains: int) -> dict[int | str, list[Block]]:
                 found.setdefault(draw, []).append(block)
 
     def is_whole(parts: list[Block]) -> bool:
-        stop = 0
-        for part in sorted(parts, key=lambda part: part.first):
-            stop = max(stop, part.last + 1) if part.first <= stop else stop
-        return stop == num_chains
+        chains = set().union(*(range(part.first, part.last + 1) for part in parts))
+        return len(chains) == num_chains
 
     return {draw: parts for draw, parts in found.items() if is_whole(parts)}
 

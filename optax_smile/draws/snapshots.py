@@ -129,9 +129,9 @@ class Draws(abc.ABC):
     def choose(self, log_density: ArrayLike, number: int) -> np.ndarray:
         """Choose a few draws whose average predicts held-out data best.
 
-        The first is the best single draw. Each next one is the draw that, added to the average so
-        far, gives the highest log pointwise predictive density (LPPD). No draw is chosen twice.
-        The choice overfits the data, so a score on them is too high.
+        Each is the draw that, added to the average so far, gives the highest log pointwise
+        predictive density (LPPD). No draw is chosen twice. The choice overfits the data, so a
+        score on them is too high.
 
         Args:
             log_density: log likelihood of each held-out target under each draw, nats,
@@ -173,11 +173,10 @@ class Draws(abc.ABC):
 class Snapshots(Draws):
     """Draws of several chains: a sequence of parameter trees, ordered draw by draw.
 
-    The first draws of all chains come first, then the second draws: `draws[i]` is draw
-    `i // num_chains` of chain `i % num_chains`, and `len(draws)` is the number of draws of all
-    chains. A slice is a list of trees, which `predict` accepts. For all draws of a chain, index
-    `params`. A list of integers, such as `choose` returns, makes `Snapshots` of these draws in one
-    chain, which `summary` and `to_arviz` refuse, since it is no sample of the posterior.
+    `draws[i]` is draw `i // num_chains` of chain `i % num_chains`. A slice is a list of trees,
+    which `predict` accepts. For all draws of a chain, index `params`. A list of integers, such as
+    `choose` returns, makes `Snapshots` of these draws in one chain, which `summary` and `to_arviz`
+    refuse, since it is no sample of the posterior.
 
     Attributes:
         params: tree of NumPy arrays, each `[chain, draw, ...]`.
@@ -185,11 +184,10 @@ class Snapshots(Draws):
         trace: results of `optax_smile.stats`, arrays `[chain, tick]`. From `sample` every `thin`
             steps, warm-up included: the draws are the last ticks (of those with `is_draw`). From
             `from_draws` and `recorded` only at the draws. Empty if unknown.
-        settings: name and arguments of the sampler; None if unknown. With `"is_posterior": False`
-            the draws are no sample of a posterior: those of an optimizer, or chosen by indices.
+        settings: name and arguments of the sampler; None if unknown. `"is_posterior": False` marks
+            draws of an optimizer, or chosen by indices.
         start: initial parameters of the chains, a tree of arrays `[chain, ...]`; None if unknown.
-        interrupted: `"SIGINT"` or `"SIGTERM"` if this signal ended the call of `sample` that
-            returned these draws; else None.
+        interrupted: `"SIGINT"` or `"SIGTERM"` if this signal ended `sample`; else None.
 
     Example:
         >>> import numpy as np, optax_smile
@@ -229,10 +227,7 @@ class Snapshots(Draws):
         "Snapshots.from_members", params=_check.Tree(axes="[member, ...]", keys=False)
     )
     def from_members(cls, params: optax.Params) -> Snapshots:
-        """Make snapshots of stacked members `[member, ...]`, such as `warmstart` returns.
-
-        Each member is a chain with one draw.
-        """
+        """Make snapshots of members `[member, ...]` of `warmstart`, each a chain of one draw."""
         return cls(jax.tree.map(lambda x: np.asarray(x)[:, None], params))
 
     @classmethod
@@ -243,16 +238,15 @@ class Snapshots(Draws):
         """Make snapshots of copies of the draws that a loop of your own collected.
 
         Args:
-            draws: a list of parameter trees, such as `last_accepted(state, params)`; or a dict or
-                other tree, not a list, of arrays `[draw, ...]`, as `jax.lax.scan` returns.
-            trace: `stats(state)` at each draw, in the same form, so that `summary` can also judge
-                step sizes, gradients and updates. None: unknown.
+            draws: a list of parameter trees, such as `last_accepted(state, params)`; or a tree,
+                not a list, of arrays `[draw, ...]`, as `jax.lax.scan` returns.
+            trace: `stats(state)` at each draw, in the same form. None: unknown.
             num_chains: number of chains, >= 1, if the arrays of each draw have a chain axis
                 `[chain, ...]`, as in a loop with `jax.vmap`. None: one chain, without that axis.
 
         Raises:
-            ValueError: no draws; a draw that is not finite, or whose arrays differ from the first
-                (the message names the draw); a trace of other draws.
+            ValueError: no draws; a draw that is not finite or unlike the first (the message names
+                it); a trace of other draws.
 
         Example:
             >>> draws = Snapshots.from_draws([{"w": np.ones(3)}, {"w": np.zeros(3)}])
@@ -287,11 +281,10 @@ class Snapshots(Draws):
 
 
 class StoredSnapshots(Draws):
-    """Draws in a directory, read on demand: a sequence of parameter trees, ordered draw by draw.
+    """Draws in a directory, made by `load_snapshots`: `draws[i]` reads one draw.
 
-    Made by `load_snapshots`. Indices, slices and length work as for `Snapshots`; `draws[i]` reads
-    one draw. `manifest` is the content of the manifest. Before the first draw, `trace` and `params`
-    raise a ValueError. The other attributes and methods are those of `Snapshots`.
+    `manifest` is the content of the manifest. The other attributes and methods are those of
+    `Snapshots`; before the first draw, `trace` and `params` raise a ValueError.
     """
 
     def __init__(self, directory: Path, manifest: Json, structure: Tree, flat: bool):
@@ -377,10 +370,9 @@ def _nest(leaves: list[tuple[list[list[str | int]], np.ndarray]]) -> Tree:
 def load_snapshots(
     directory: str | os.PathLike[str], *, like: Tree = None, flat: bool = False
 ) -> StoredSnapshots:
-    """Open the draws that `sample(directory=...)` wrote, or is still writing.
+    """Open the draws that `sample(directory=...)` or `recorded` wrote, or is still writing.
 
-    It also opens those of `recorded`. It needs neither the training code nor a device: the arrays
-    are NumPy arrays.
+    It needs neither the training code nor a device: the arrays are NumPy arrays.
 
     Args:
         directory: directory of the run.
@@ -395,18 +387,17 @@ def load_snapshots(
 
     Raises:
         ValueError: a manifest that is missing, damaged or of another format; `like` with other
-            leaves than the draws. When a draw is read: a damaged file, named in the message.
+            leaves than the draws. On reading a draw: a damaged file, named in the message.
 
     Cost: reads the manifest and lists the files. A draw is read and verified on access.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile, tempfile
         >>> directory, sampler = tempfile.mkdtemp(), optax_smile.smile(0.1, num_data=10, key=0)
-        >>> _ = optax_smile.sample(
-        ...     lambda params, x: jnp.sum((params["w"] - x) ** 2), {"w": jnp.eye(3, 2)},
-        ...     [jnp.ones(2)], sampler, num_warmup=0, num_draws=5, directory=directory,
-        ...     key=0, progress=False,
-        ... )
+        >>> loss_fn = lambda params, x: jnp.sum((params["w"] - x) ** 2)
+        >>> steps = {"num_warmup": 0, "num_draws": 5, "directory": directory, "progress": False}
+        >>> start, batches = {"w": jnp.eye(3, 2)}, [jnp.ones(2)]
+        >>> _ = optax_smile.sample(loss_fn, start, batches, sampler, key=0, **steps)
         >>> draws = optax_smile.load_snapshots(directory)
         >>> len(draws), draws.params["w"].shape
         (15, (3, 5, 2))

@@ -118,8 +118,7 @@ def from_numpyro(
 
     Args:
         model: called as `model(*batch)` for a tuple, `model(**batch)` for a dict, else
-            `model(batch)`. Its plate gives the size of the data and of the batch:
-            `with numpyro.plate("data", num_data, subsample_size=len(x))`.
+            `model(batch)`; with `numpyro.plate("data", num_data, subsample_size=len(x))`.
         batch: an example batch, arrays with the examples as first axis. A model that holds all the
             data and uses the indices of its plate gets them as `{"data": indices}`.
         num_data: total number of examples, >= 1.
@@ -129,9 +128,9 @@ def from_numpyro(
         A `NumpyroModel`: `init_fn` and `map_loss` for `warmstart`, the others for `sample`.
 
     Raises:
-        ValueError: no such plate, or one of another size; no observed site in it; a discrete latent
-            site, or one in the plate with a batch of some examples; a prior that depends on the
-            batch; indices of the plate that the batch lacks; `numpyro.param` or random numbers.
+        ValueError: no such plate, one of another size, or none of whose sites is observed; a latent
+            site that is discrete, or in the plate with a batch of some examples; a prior that
+            depends on the batch; indices that the batch lacks; `numpyro.param` or random numbers.
 
     Example:
         >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax_smile

@@ -48,16 +48,12 @@ class PrecisionSearch(NamedTuple):
 
     Attributes:
         precisions: precisions in the order in which they were tried, `[candidate]`.
-        excess: excess loss of the draws, see `local_precision`, nats per example,
-            `[candidate]`.
+        excess: excess loss of the draws, see `local_precision`, nats per example, `[candidate]`.
         standard_error: standard error of the excess over the chains, `[candidate]`.
         loss: mean loss of single draws, `[candidate]`.
         distance: mean Euclidean distance of the draws from the weights, `[candidate]`.
         start_loss: loss of the weights.
-        allowed: the excess that was requested.
-        num_data: number of examples.
-        temperature: temperature of the posterior.
-        make_sampler: function that makes the sampler of a posterior.
+        allowed, num_data, temperature, make_sampler: arguments of the search.
     """
 
     precisions: np.ndarray
@@ -156,9 +152,8 @@ def local_precision(
         excess = E[L(w + x) + L(w - x)] / 2 - L(w),  x = draw - w
 
     nats per example. Averaging over +x and -x removes the first-order gain if w is not a minimum.
-    Short chains search for the g whose excess equals `allowed`. The search starts from isotropic
-    noise N(0, 1 / g) with that excess; the likelihood then narrows the draws. Sample with
-    `search.sampler(key=0)`.
+    Short chains search for the g whose excess equals `allowed`, from that of isotropic noise
+    N(0, 1 / g) with this excess. Sample with `search.sampler(key=0)`.
 
     Args:
         loss_fn: mean loss `loss_fn(params, batch)`, as for `sample`, without random numbers.
@@ -170,7 +165,7 @@ def local_precision(
         temperature: temperature of the posterior, > 0.
         make_sampler: called with `num_data=`, `prior_precision=`, `prior_mean=`, `temperature=` and
             `key=`; the default is `psmile` with `decoherence_length="turning"` and
-            `angle_tuner(0.1)`, whose long steps are accurate where the prior dominates.
+            `angle_tuner(0.1)`.
         num_chains: chains per precision, >= 1.
         num_warmup: steps of each chain before the first draw, >= 0.
         num_draws: draws of each chain, >= 1.
@@ -184,8 +179,7 @@ def local_precision(
         A `PrecisionSearch`: print it.
 
     Raises:
-        ValueError: an argument out of range; a loss that is not finite; a loss that does not grow
-            around the weights.
+        ValueError: a loss that is not finite, or that does not grow around the weights.
         KeyboardInterrupt: stopped before the last run is done.
 
     Cost: per precision, of which there are two or three, `num_warmup + num_draws * thin` gradients
@@ -194,10 +188,9 @@ def local_precision(
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile
         >>> loss_fn = lambda params, batch: jnp.mean(jnp.sum((params - batch) ** 2, axis=1)) / 2
-        >>> search = optax_smile.local.local_precision(
-        ...     loss_fn, jnp.zeros((1, 500)), [jnp.zeros((10, 500))],
-        ...     num_data=10, allowed=0.1, key=0, progress=False,
-        ... )
+        >>> given = loss_fn, jnp.zeros((1, 500)), [jnp.zeros((10, 500))]
+        >>> asked = {"num_data": 10, "allowed": 0.1, "key": 0, "progress": False}
+        >>> search = optax_smile.local.local_precision(*given, **asked)
         >>> 2e3 < search.prior_precision < 3e3
         True
     """
@@ -368,9 +361,6 @@ def fan_in_precision(
     Returns:
         A tree of numbers like the parameters, for `prior_precision`: fan-in / scale, and
         1 / scale for biases and other arrays with fewer than two axes.
-
-    Raises:
-        ValueError: an argument out of range, or leaves that are not arrays.
 
     Example:
         >>> import jax.numpy as jnp
