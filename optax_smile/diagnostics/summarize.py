@@ -98,15 +98,11 @@ class Summary:
         if not np.all(np.isnan(rhats)):
             within, across = (_figure(rhat, ".2f") for rhat in rhats)
             rows["R-hat"] = f"median {within} within chains, {across} across"
-        judgement = [line for line in self._judgement() if line]
-        shown = judgement[:MOST_SHOWN]
-        for number, line in enumerate(shown, 1):
-            line = textwrap.shorten(line.splitlines()[0], LONGEST_SHOWN, placeholder=" ...")
-            rows[f"finding {number}" if self.findings else "findings"] = line
+        for number, line in enumerate(self._judgement()[:MOST_SHOWN], 1):
+            head = f"finding {number}" if self.findings else "findings"
+            rows[head] = textwrap.shorten(line.splitlines()[0], LONGEST_SHOWN, placeholder=" ...")
         if self.findings:
-            more = _table.counted(len(judgement) - len(shown), "more finding")
-            more = f"{more}, and " * (judgement != shown)
-            rows["print it"] = f"for {more}advice"
+            rows["print it"] = f"for all {len(self.findings)} findings and advice"
         return _table.described(title, rows)
 
     def _columns(self) -> dict[str, list[str]]:

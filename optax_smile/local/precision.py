@@ -80,14 +80,9 @@ class PrecisionSearch(NamedTuple):
     @_check.arguments("PrecisionSearch.sampler", key=_check.Key(needed=True))
     def sampler(self, *, key: jax.Array | int) -> optax.GradientTransformation:
         """Make the sampler of the best candidate, with the prior centred at each chain's start."""
-        return _build(
-            "PrecisionSearch.sampler",
-            self.make_sampler,
-            cast(jax.Array, key),
-            num_data=self.num_data,
-            prior_precision=self.prior_precision,
-            temperature=self.temperature,
-        )
+        posterior = {"num_data": self.num_data, "temperature": self.temperature}
+        posterior |= {"prior_precision": self.prior_precision}
+        return self.make_sampler(prior_mean=START, key=key, **posterior)
 
     def __str__(self) -> str:
         table = {
@@ -196,8 +191,25 @@ def local_precision(
     """
     where, typed = "local_precision", cast(jax.Array, key)
     _tree.check_params(where, params, smallest=2)
-    start_loss = _check_loss(where, loss_fn, params, batches, check)
-    losses, chains = _over_batches(loss_fn, batches), _copies(params, num_chains)
+    # The keys of their samplers differ.
+    chains = jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], num_chains, axis=0), params)
+    mapped = jax.jit(jax.vmap(loss_fn, in_axes=(0, None)))
+
+    def losses(draws: optax.Params, parts: Iterable[Batch] = batches) -> Tree:
+        """Average the losses `[chain]` of draws over batches, weighted by their examples."""
+        sums, sizes = [], []
+        for batch in parts:
+            sizes.append(_checks.num_rows(batch, False) or 1)
+            sums.append(sizes[-1] * np.asarray(mapped(draws, batch), float))
+        return sum(sums) / sum(sizes)
+
+    first = _check_loss(where, loss_fn, params, batches)
+    if check:
+        _checks.warn_of_sum(where, lambda part: losses(chains, [part]), first, False, None)
+    start_loss = float(losses(chains)[0])
+    if not np.isfinite(start_loss):
+        rule = "weights at which the loss is finite"
+        _check.fail(where, "params", rule, start_loss, "Are the batches finite?")
 
     def observe(draws: optax.Params) -> np.ndarray:
         """Return loss, excess and distance of the draws `[chain, ...]`, `[3, chain]`."""
@@ -207,10 +219,12 @@ def local_precision(
 
     def run(precision: float) -> tuple[float, ...]:
         posterior = {"num_data": num_data, "temperature": temperature, "prior_precision": precision}
-        sampler = _build(where, make_sampler, typed, **posterior)
-        if _optimizer.is_optimizer(sampler, chains):
+        sampler = make_sampler(prior_mean=START, key=typed, **posterior)
+        is_optax = isinstance(sampler, optax.GradientTransformation)
+        if not is_optax or _optimizer.is_optimizer(sampler, chains):
             rule = f"a function of {POSTERIOR} that returns a sampler"
-            _check.fail(where, "make_sampler", rule, "one that returns an optimizer")
+            got = "an optimizer" if is_optax else _check.show(sampler)
+            _check.fail(where, "make_sampler", rule, f"one that returns {got}")
         with _check.called(where, "Run", "Run.advance", "Run.draws", sampler="make_sampler"):
             chain = Run(loss_fn, chains, batches, sampler, key=typed, check=False)
             chain.advance(num_warmup)
@@ -237,41 +251,8 @@ def local_precision(
     )
 
 
-def _build(
-    where: str, make_sampler: Maker, key: jax.Array, **posterior: float
-) -> optax.GradientTransformation:
-    """Make the sampler of a posterior around the start of its chains."""
-    made = make_sampler(prior_mean=START, key=key, **posterior)
-    if not isinstance(made, optax.GradientTransformation):
-        rule, got = f"a function of {POSTERIOR} that returns a sampler", _check.show(made)
-        _check.fail(where, "make_sampler", rule, f"one that returns {got}")
-    return made
-
-
-def _over_batches(loss_fn: Loss, batches: Iterable[Batch]) -> Callable[[optax.Params], Tree]:
-    """Make a function of draws `[chain, ...]` that returns their losses over all batches `[chain]`.
-
-    Batches are weighted by their number of examples, where it can be inferred.
-    """
-    mapped = jax.jit(jax.vmap(loss_fn, in_axes=(0, None)))
-
-    def average(draws: optax.Params) -> Tree:
-        sums, sizes = [], []
-        for batch in batches:
-            sizes.append(_checks.num_rows(batch, False) or 1)
-            sums.append(sizes[-1] * np.asarray(mapped(draws, batch), float))
-        return sum(sums) / sum(sizes)
-
-    return average
-
-
-def _check_loss(
-    where: str, loss_fn: Loss, params: optax.Params, batches: Iterable[Batch], warns: bool
-) -> float:
-    """Require a finite scalar loss of trained weights, and return the loss over all batches.
-
-    If `warns`, warn of a loss that looks like a sum.
-    """
+def _check_loss(where: str, loss_fn: Loss, params: Tree, batches: Iterable[Batch]) -> Batch:
+    """Require a scalar loss of trained weights, and return the first batch."""
     first = next(iter(batches), None)
     if first is None:
         _check.fail(where, "batches", "at least one batch", "none")
@@ -280,22 +261,7 @@ def _check_loss(
     loss = _check.traced(where, "loss_fn", loss_fn, params, first, rule=rule, advice=remedy)
     if getattr(loss, "shape", None) != ():
         _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(loss)}", remedy)
-
-    def losses(parts: Iterable[Batch]) -> Tree:
-        return _over_batches(loss_fn, parts)(_copies(params, 1))
-
-    if warns:
-        _checks.warn_of_sum(where, lambda part: losses([part]), first, False, None)
-    loss = float(losses(batches)[0])
-    if not np.isfinite(loss):
-        rule = "weights at which the loss is finite"
-        _check.fail(where, "params", rule, loss, "Are the batches finite?")
-    return loss
-
-
-def _copies(params: optax.Params, number: int) -> Tree:
-    """Start `number` chains from the same weights; the keys of their samplers differ."""
-    return jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], number, axis=0), params)
+    return first
 
 
 def _distance(one: Tree, other: Tree) -> np.ndarray:
