@@ -27,7 +27,7 @@ class Posterior(_check.Constraint):
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         """Check draws, see `_check.Constraint`."""
-        if not isinstance(value, (Snapshots, StoredSnapshots)):
+        if not isinstance(value, Snapshots):
             advice = "Make one with `Snapshots` or `Snapshots.from_members`."
             _check.fail(where, argument, self.text, _check.show(value), advice)
         if not value.num_draws:

@@ -21,7 +21,7 @@ from optax_smile.diagnostics.statistics import to_arviz
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 WHERE = "from_numpyro"
-DRAWS = _check.kind((Snapshots, StoredSnapshots), "draws of this model from `sample`")
+DRAWS = _check.kind(Snapshots, "draws of this model from `sample`")
 # Whether densities or values of two batches are equal but for rounding.
 close = functools.partial(np.allclose, rtol=1e-5, atol=1e-5, equal_nan=True)
 Params = Mapping[str, jax.Array]
