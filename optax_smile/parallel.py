@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -69,10 +70,8 @@ def _put(leaf: jax.typing.ArrayLike, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-@jax.jit
-def _copy(tree: Tree) -> Tree:
-    """Copy arrays, so that the copies may be donated."""
-    return jax.tree.map(jnp.copy, tree)
+# Copies may be donated.
+_copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
 
 
 @_check.arguments("parallel.place", tree=STACKED, mesh=MESH, specs=SPECS)

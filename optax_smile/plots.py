@@ -309,7 +309,11 @@ def chain_paths(params: Tree, *, start: Tree = None, ax: Axes | None = None) -> 
         given = Snapshots(params, start=start)
     num_chains, draws = given.num_chains, _joined(params, len(given))
     middle = draws.mean(axis=0)
-    axes, shares = _principal_axes(draws - middle)
+    _, lengths, axes = np.linalg.svd(draws - middle, full_matrices=False)
+    shares = lengths**2 / (np.sum(lengths**2) or 1)
+    # A single dimension has no second axis.
+    missing = 2 - len(axes[:2])
+    axes = np.pad(axes[:2], ((0, missing), (0, 0))).T
     paths = ((draws - middle) @ axes).reshape(num_chains, -1, 2)
     if start is not None:
         begins = (_joined(start, num_chains) - middle) @ axes
@@ -322,6 +326,7 @@ def chain_paths(params: Tree, *, start: Tree = None, ax: Axes | None = None) -> 
         ax.plot(*path[-1], "o", color=color, ms=7, mec="white", mew=0.8, zorder=3)
     ax.plot([], [], "x", color="0.3", label="first draw" if start is None else "start")
     ax.plot([], [], "o", color="0.3", label="last draw")
+    shares = np.pad(shares[:2], (0, missing))
     first, second = (f"principal axis ({100 * share:.1f} % of variance)" for share in shares)
     ax.set(title="Paths of the chains", xlabel=f"first {first}", ylabel=f"second {second}")
     ax.set_aspect("equal", adjustable="datalim")
@@ -332,15 +337,6 @@ def _joined(tree: Tree, num_points: int) -> np.ndarray:
     """Return the leaves of a tree as one array `[point, column]`."""
     leaves = [np.asarray(leaf).reshape(num_points, -1) for leaf in jax.tree.leaves(tree)]
     return np.concatenate(leaves, axis=1).astype(float)
-
-
-def _principal_axes(centred: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first two principal axes `[column, 2]` and their shares of the variance."""
-    _, lengths, axes = np.linalg.svd(centred, full_matrices=False)
-    shares = lengths**2 / (np.sum(lengths**2) or 1)
-    # A single dimension has no second axis.
-    missing = 2 - len(axes[:2])
-    return np.pad(axes[:2], ((0, missing), (0, 0))).T, np.pad(shares[:2], (0, missing))
 
 
 @_check.arguments("plots.selection", selection=SELECTION, ax=AXES)

@@ -263,11 +263,8 @@ class Predictor:
         if read.log_density is None and self.targets is not None:
             rule = "a `Likelihood` with a `log_density` for the targets"
             _check.fail("Predictor", "likelihood", rule, "one without `log_density`")
-
-        def of_all_inputs(x):
-            return jax.ShapeDtypeStruct((self.num_inputs, *x.shape[1:]), x.dtype)
-
-        batch = jax.tree.map(of_all_inputs, batch)
+        whole = self.num_inputs
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((whole, *x.shape[1:]), x.dtype), batch)
         shapes, traced = jax.tree.map(np.shape, batch[0]), partial(_check.traced, "Predictor")
         rule = "a function of a snapshot and the inputs"
         advice = f"It was called with inputs of the shapes {_check.cut(shapes)}."

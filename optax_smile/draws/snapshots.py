@@ -287,7 +287,12 @@ class StoredSnapshots(Snapshots):
     @functools.cached_property
     def start(self) -> Tree:
         """Initial parameters of the chains, a tree of arrays `[chain, ...]`."""
-        return self._tree(_format.read_start(self.directory, self._leaves, self.num_chains))
+        blocks = _format.find(self.directory, self.num_chains).get(_format.START)
+        if not blocks:
+            rule, got = "a directory with the start of its run", f"{self.directory} without start.*"
+            remedy = "Restore it: draws stay readable."
+            _check.fail("load_snapshots", "directory", rule, got, remedy)
+        return self._tree(_format.read_chains(blocks, self._leaves, self.num_chains))
 
     @functools.cached_property
     def trace(self) -> dict[str, np.ndarray]:
