@@ -142,10 +142,6 @@ def auroc(probabilities: ArrayLike, labels: ArrayLike) -> float:
 
     With two classes it is the area of class 1; with more, the unweighted mean over classes
     ("one-vs-rest, macro"). Every class needs a label.
-
-    Example:
-        >>> auroc([[0.9, 0.1], [0.4, 0.6], [0.3, 0.7], [0.6, 0.4]], [0, 0, 1, 1])
-        0.75
     """
     probabilities, labels = np.asarray(probabilities), np.asarray(labels)
     count = np.bincount(labels, minlength=probabilities.shape[1])
@@ -162,10 +158,6 @@ def ood_auroc(inside: ArrayLike, outside: ArrayLike) -> float:
 
     Higher is better; ties count half. Scores `[input]` are higher for unfamiliar inputs, such as
     the entropy of a prediction.
-
-    Example:
-        >>> ood_auroc([0.1, 0.3], [0.2, 0.4])
-        0.75
     """
     is_outside = np.repeat([False, True], [np.size(inside), np.size(outside)])
     return _area("ood_auroc", is_outside, np.append(inside, outside))
@@ -236,10 +228,6 @@ def lppd(log_density: ArrayLike) -> float:
 
     Densities are in nats, `[input]`, or `[input, token]` where NaN is padding, such as
     `Prediction.log_density`. Sommer et al. 2026 report this mean (Gelman et al. 2014 the sum).
-
-    Example:
-        >>> lppd([-1.0, -2.0])
-        -1.5
     """
     array = np.asarray(log_density)
     array = array[~np.isnan(array)] if array.ndim > 1 else array

@@ -4,13 +4,6 @@ Each function draws one plot onto `ax`, or onto a new figure, and returns the ax
 matplotlib, `pip install 'optax-smile[plots]'`, else they raise an `ImportError`. A `trace` is the
 attribute of what `sample` returns: arrays `[chain, tick]`, warm-up included. For other plots of a
 run use ArviZ, after `diagnostics.to_arviz`.
-
-Example:
-    >>> from matplotlib.figure import Figure
-    >>> from optax_smile import plots
-    >>> ax = Figure(layout="constrained").subplots()
-    >>> plots.risk_coverage([[0.9, 0.1], [0.4, 0.6]], [0, 1], label="psmile", ax=ax) is ax
-    True
 """
 
 from __future__ import annotations

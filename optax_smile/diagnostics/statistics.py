@@ -93,12 +93,6 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
 
     Raises:
         ValueError, ImportError: as `summary`.
-
-    Example:
-        >>> import numpy as np, optax_smile
-        >>> draws = optax_smile.Snapshots({"layer": {"w": np.zeros((2, 5, 3))}})
-        >>> list(optax_smile.diagnostics.to_arviz(draws).posterior.data_vars)
-        ['layer.w']
     """
     arviz = _import_arviz()
     leaves = jax.tree_util.tree_leaves_with_path(snapshots.params)

@@ -1,7 +1,5 @@
 """Constraints of the arguments of draws and predictions."""
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax.core
@@ -16,10 +14,8 @@ PREDICTION = _check.kind(Prediction, "what `predict` returned")
 
 def is_list(value: object) -> bool:
     """Whether a value is a list or another iterable, but no dict, named tuple or text."""
-    if hasattr(value, "_fields"):
-        return False
-    kinds = Mapping, str, bytes, os.PathLike, type, jax.core.Tracer
-    return hasattr(value, "__iter__") and np.iterable(value) and not isinstance(value, kinds)
+    is_tree = hasattr(value, "_fields") or isinstance(value, jax.core.Tracer)
+    return bool(_check.BATCHES.holds(value)) and not is_tree
 
 
 SNAPSHOTS = _check.Where(

@@ -327,11 +327,6 @@ def fan_in_precision(
     Returns:
         A tree of numbers like the parameters, for `prior_precision`: fan-in / scale, and
         1 / scale for biases and other arrays with fewer than two axes.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> fan_in_precision({"w": jnp.ones((30, 5)), "b": jnp.ones(5)})
-        {'b': 1.0, 'w': 30.0}
     """
 
     def precision(x: jax.Array) -> float:
