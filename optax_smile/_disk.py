@@ -15,8 +15,6 @@ import numpy as np
 
 from optax_smile import _check
 
-# Bytes of the largest JSON file that is read.
-LARGEST_JSON = 1 << 28
 # Temporary files of killed runs.
 _DRAFT = re.compile(
     r"\.(draw-|start\.|checkpoint-|manifest\.|prediction-).*(safetensors|json)\.[0-9]+"
@@ -86,10 +84,7 @@ def read_json(path: Path) -> tuple[Json, bool]:
     """Read a JSON object, and whether it matches its checksum; ValueError for anything else."""
     try:
         with open_file(path) as file:
-            if os.fstat(file.fileno()).st_size > LARGEST_JSON:
-                raise ValueError(f"it has more than {LARGEST_JSON} bytes")
-            text = file.read(LARGEST_JSON)
-        content = json.loads(text)
+            content = json.load(file)
         stored = content.pop("checksum", None)
     except (ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise ValueError(str(error)) from error

@@ -232,7 +232,7 @@ def init(
         return state
     purpose = f"to derive a key for each of the {chains} chains"
     own_key = _check.Key(True, purpose)(where, "key", key)
-    keys = _split_key(own_key, chains, mesh=mesh, raw=True)
+    keys = jax.random.key_data(_split_key(own_key, chains, mesh=mesh))
     if keys.shape != known.shape:
         rule = f"a key with {known.shape[-1]} words of data, like the sampler's"
         _check.fail(where, "key", rule, f"{keys.shape[-1]} words")
@@ -249,17 +249,10 @@ def _chain_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(CHAIN))
 
 
-def _split_key(
-    key: jax.Array, chains: int, *, mesh: Mesh | None = None, raw: bool = False
-) -> jax.Array:
-    """Make keys `[chain]`, or their raw data, each on the devices of its chain."""
+def _split_key(key: jax.Array, chains: int, *, mesh: Mesh | None = None) -> jax.Array:
+    """Make keys `[chain]`, each on the devices of its chain."""
     own = None if mesh is None else _chain_sharding(mesh)
-
-    def split(key):
-        keys = jax.random.split(key, chains)
-        return jax.random.key_data(keys) if raw else keys
-
-    return jax.jit(split, out_shardings=own)(key)
+    return jax.jit(lambda key: jax.random.split(key, chains), out_shardings=own)(key)
 
 
 @_check.arguments(

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 # muted colours of Tol 2021.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
 PALETTE += ("#999933", "#AAAAAA")
-# Of candidates that repeat the colours.
-FORMATS = ("o-", "s--", "^:")
 # Look of a band, and size of a new figure in inches.
 BAND: Options = {"color": PALETTE[0], "alpha": 0.25, "lw": 0}
 FIGURE_SIZE = (5.6, 4.4)
@@ -40,8 +38,6 @@ LEGEND_WIDTH, LEGEND_HANDLE, BELOW_AXES = 60, 6, 4.3
 LARGEST_DOT, SMALLEST_DOT = 350.0, 12.0
 # Ratio of largest to smallest value up to which a linear axis works well.
 LINEAR_SPREAD = 3.0
-# More dots would be indistinguishable in one plot.
-MOST_DOTS = 5_000
 # Enough windows to see a trend; with fewer values in each, the 5 % quantile is their minimum.
 MOST_WINDOWS, LEAST_VALUES = 40, 20
 # Nats per input; candidates further below the best of their round do not affect the scale.
@@ -237,8 +233,8 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> A
         ax: where to draw; None makes a new figure.
 
     Returns:
-        The axes: a dot per tick (evenly thinned beyond 5,000), median and band, logarithmic. If no
-        tick has an energy, the title says so.
+        The axes: a dot per tick, median and band, logarithmic. If no tick has an energy, the title
+        says so.
 
     Raises:
         ValueError: the trace lacks these arrays, or their shapes differ.
@@ -250,13 +246,11 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> A
     ax = _open(ax)
     if (error > 0).any():
         ax.set_yscale("log")
-    # Do not thin the few rejected steps.
-    every = -(-error.size // MOST_DOTS)
-    for kept, color, size, thin in (1, PALETTE[5], 3, every), (0, PALETTE[1], 6, 1):
+    for kept, color, size in (1, PALETTE[5], 3), (0, PALETTE[1], 6):
         shown, label = (accepted == kept) & (error > 0), None if kept else "rejected step"
         if shown.any():
             dots = {"color": color, "ms": size, "alpha": 0.5, "mec": "none", "label": label}
-            ax.plot(gradients[shown][::thin], error[shown][::thin], ".", **dots)
+            ax.plot(gradients[shown], error[shown], ".", **dots)
     number = np.clip(error.size // LEAST_VALUES, 1, min(MOST_WINDOWS, error.shape[1]))
     windows = zip(*(np.array_split(x, number, axis=1) for x in (gradients, error)), strict=True)
     known = [(x.mean(), y[~np.isnan(y)]) for x, y in windows if not np.isnan(y).all()]
@@ -364,8 +358,7 @@ def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
         look: Options = {"color": _color(place), "zorder": 2.5 if name == selection.best else 2}
         # Shift candidates so that their error bars do not overlap.
         at = steps * (1 + NEXT_TO * (place - (len(names) - 1) / 2))
-        form = FORMATS[place // len(PALETTE) % len(FORMATS)]
-        ax.errorbar(at[finite], values[finite], error[finite], fmt=form, label=name, **look)
+        ax.errorbar(at[finite], values[finite], error[finite], fmt="o-", label=name, **look)
         for off, marker in (finite & (values < low), "v"), (np.isneginf(values), "x"):
             ax.plot(at[off], 0 * at[off] + low - room, marker, ls="", clip_on=False, **look)
         if name == selection.best:

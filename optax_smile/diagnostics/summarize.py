@@ -208,14 +208,13 @@ def summary(
     """Check a whole run: what looks wrong, and what to try.
 
     - copies: chains have equal draws or use equal random numbers.
-    - altered: something changed the updates before they reached the parameters, or the state of
-      the sampler was initialized again.
+    - altered: updates were changed, or the state of the sampler was initialized again.
     - not finite: in every chain, more than 1 % of the gradients or losses are not finite.
     - diverged: a chain has very large parameters, or predicts far worse than other chains or its
       own first draws; or more than 1 % of its gradients or losses are not finite.
     - frozen: a chain hardly moves.
     - still on its way: the energy of a chain is still decreasing.
-    - not settled: the predictions of a chain still drift; without a `prediction`, its weights.
+    - not settled: the predictions (without a `prediction`, the weights) of a chain still drift.
     - slow: a chain has few independent draws.
     - different modes: groups of chains predict differently at many inputs.
     - chains differ: there are no such groups, but R-hat across chains is high at many inputs.

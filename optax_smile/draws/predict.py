@@ -232,11 +232,8 @@ class Predictor:
         ]
         for *_, invalid, _ in batches:
             if invalid >= 0:
-                has_variance = self.likelihood.variance is not None
-                rule = "snapshots whose predictions are finite"
-                rule += " and whose variances are >= 0" * has_variance
-                wrong = "nan, inf or a variance < 0" if has_variance else "nan or inf"
-                got = f"{wrong} from {self._name(int(invalid))}"
+                rule = "snapshots whose predictions are finite, with variances >= 0"
+                got = f"nan, inf or a variance < 0 from {self._name(int(invalid))}"
                 remedy = "Leave that snapshot, or its chain, out."
                 _check.fail("Predictor.update", "params", rule, got, remedy)
         averages, chains, _, forms = zip(*batches, strict=True)
