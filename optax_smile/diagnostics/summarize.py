@@ -102,7 +102,7 @@ class Summary:
             head = f"finding {number}" if self.findings else "findings"
             rows[head] = textwrap.shorten(line.splitlines()[0], LONGEST_SHOWN, placeholder=" ...")
         if self.findings:
-            rows["print it"] = f"for all {len(self.findings)} findings and advice"
+            rows["print it"] = "for all findings and advice"
         return _table.described(title, rows)
 
     def _columns(self) -> dict[str, list[str]]:

@@ -91,11 +91,8 @@ def predict(
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
-        >>> apply_fn = lambda params, x: x @ params
-        >>> prediction = optax_smile.predict(
-        ...     apply_fn, [jnp.eye(2), -jnp.eye(2)], jnp.eye(2), likelihood="categorical"
-        ... )
-        >>> prediction.mean.tolist()
+        >>> apply_fn, draws = (lambda params, x: x @ params), [jnp.eye(2), -jnp.eye(2)]
+        >>> optax_smile.predict(apply_fn, draws, jnp.eye(2), likelihood="categorical").mean.tolist()
         [[0.5, 0.5], [0.5, 0.5]]
 
     Source: entropy and mutual information: Depeweg et al. 2018.
@@ -126,9 +123,8 @@ class Predictor:
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
-        >>> predictor = optax_smile.Predictor(
-        ...     lambda params, x: x @ params, jnp.eye(2), likelihood="categorical"
-        ... )
+        >>> apply_fn = lambda params, x: x @ params
+        >>> predictor = optax_smile.Predictor(apply_fn, jnp.eye(2), likelihood="categorical")
         >>> predictor.update(jnp.eye(2))
         >>> predictor.update(-jnp.eye(2))
         >>> predictor.finalize().mean.tolist()
@@ -179,13 +175,10 @@ class Predictor:
             self._batches.append(jax.tree.map(jnp.asarray, placed))
         self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._has_target: np.ndarray | None = None
-        self.count: int = 0
         self._first: Tree = None
-        self._waiting: list[Tree] = []
-        self._averages: list[list[Average]] = []
-        self._draws: list[Outcome] = []
         # By the number of inputs of a batch.
         self._adds: dict[int, Callable] = {}
+        self.restart()
 
     @_check.arguments("Predictor.update", params=_check.Tree())
     @_check.on_host
@@ -208,8 +201,10 @@ class Predictor:
 
     def restart(self) -> None:
         """Discard all snapshots, but keep the compiled programs."""
-        self.count = 0
-        self._waiting, self._averages, self._draws = [], [], []
+        self.count: int = 0
+        self._waiting: list[Tree] = []
+        self._averages: list[list[Average]] = []
+        self._draws: list[Outcome] = []
 
     @_check.on_host
     def finalize(self) -> Prediction:
@@ -300,13 +295,13 @@ class Predictor:
 
     def _compile(self, average: Average) -> Callable:
         """Compile the function that adds a row of snapshots to their averages in place."""
-        own = jax.tree.map(lambda x: x.sharding, average)
 
         def add(average, params, number, batch):
             outcome, form = self._outcome(params, batch)
             average = average.add(outcome, form, number)
             return average, outcome if self.per == "draw" else None
 
+        own = jax.tree.map(lambda x: x.sharding, average)
         over_rows = parallel.over_chains(add, mesh=self.mesh, in_axes=(0, 0, 0, None))
         return jax.jit(over_rows, donate_argnums=0, out_shardings=(own, self._everywhere))
 
