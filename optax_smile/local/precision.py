@@ -309,7 +309,6 @@ def _next(tried: list[tuple[float, ...]], allowed: float) -> float:
 
 
 @_check.arguments(
-    params=_check.Tree("a tree of arrays, not empty"),
     scale=_check.Real(0, open="low", traced=False),
     out_axis=_check.Where("0 or -1", lambda axis: type(axis) is int and axis in (0, -1)),
 )
@@ -329,11 +328,13 @@ def fan_in_precision(
         1 / scale for biases and other arrays with fewer than two axes.
     """
 
-    def precision(x: jax.Array) -> float:
-        shape = np.shape(x)
-        if not _tree.is_floating(x) or 0 in shape:
+    for x in jax.tree.leaves(params) or [None]:
+        if not _tree.is_floating(x) or 0 in x.shape:
             rule = "a tree of arrays of floating-point numbers, not empty"
             _check.fail("fan_in_precision", "params", rule, _check.show(x))
+
+    def precision(x: jax.Array) -> float:
+        shape = np.shape(x)
         return float(np.prod(shape) / shape[out_axis] / scale) if len(shape) > 1 else 1.0 / scale
 
     return jax.tree.map(precision, params)
