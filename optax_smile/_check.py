@@ -344,11 +344,8 @@ class Key(Constraint):
         return f"{rule}, {self.purpose}".rstrip(", ")
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
-        if value is None:
-            if not self.needed:
-                return None
-            rule = f"a JAX key or an integer seed, {self.purpose}".rstrip(", ")
-            fail(where, argument, rule, "None", "Pass `key=0`.")
+        if value is None and not self.needed:
+            return None
         # Raw words may have the wrong shape for a key, and a seed may exceed 64 bits.
         with contextlib.suppress(ValueError, TypeError, OverflowError):
             dtype, ndim = _dtype(value), np.ndim(value)
