@@ -222,8 +222,8 @@ DEFECTS = r"""
 + if False}
 # parallel.py | test_sampling.py
 = one key for all chains | own_keys
-- keys = jax.random.split(key, chains)
-+ keys = jnp.broadcast_to(key, (chains,))
+- lambda key: jax.random.split(key, chains)
++ lambda key: jnp.broadcast_to(key, (chains,))
 = key is ignored for a single chain | single_chain
 - if key is None and chains == 1:
 + if chains == 1:
