@@ -1,9 +1,10 @@
 """Plots of a run and its predictions: did the chains run well, and can the result be trusted?
 
 Each function draws one plot onto `ax`, or onto a new figure, and returns the axes. They need
-matplotlib, `pip install 'optax-smile[plots]'`, else they raise an `ImportError`. A `trace` is the
-attribute of what `sample` returns: arrays `[chain, tick]`, warm-up included. For other plots of a
-run use ArviZ, after `diagnostics.to_arviz`.
+matplotlib, `pip install 'optax-smile[plots]'`, else they raise an `ImportError`. They raise
+ValueError for missing, empty or mismatched arrays and for NaN where no gaps are allowed. A `trace`
+is the attribute of what `sample` returns: arrays `[chain, tick]`, warm-up included. For other plots
+of a run use ArviZ, after `diagnostics.to_arviz`.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ def reliability(
 ) -> Axes:
     """Plot accuracy against confidence; calibrated predictions lie on the diagonal.
 
-    Dots below the diagonal are overconfident, dots above it underconfident. Calls with the same
-    `ax` compare methods.
+    Dots below the diagonal are overconfident, dots above it underconfident; their area is
+    proportional to the share of the inputs. The legend gives the expected calibration error (ECE)
+    with these bins. Calls with the same `ax` compare methods.
 
     Args:
         probabilities: class probabilities, `[input, class]`, rows that sum to one.
@@ -72,13 +74,6 @@ def reliability(
         num_bins: number of bins of equal width between 0 and 1, >= 1.
         label: name of the method in the legend.
         ax: where to draw; None makes a new figure.
-
-    Returns:
-        The axes: a dot per bin, with area proportional to its share of the inputs. The legend
-        gives the expected calibration error (ECE) with these bins.
-
-    Raises:
-        ValueError: as for `optax_smile.metrics.reliability`.
     """
     bins = metrics.reliability(probabilities, labels, num_bins)
     error = metrics.ece(probabilities, labels, num_bins)
@@ -106,21 +101,14 @@ def risk_coverage(
 ) -> Axes:
     """Plot the error rate among the most confident predictions.
 
-    A good model is wrong where it is uncertain: its curve falls towards zero on the left. Calls
-    with the same `ax` compare methods.
+    A good model is wrong where it is uncertain: its curve falls towards zero on the left. The
+    legend gives the area under the curve (AURC). Calls with the same `ax` compare methods.
 
     Args:
         probabilities: class probabilities, `[input, class]`, rows that sum to one.
         labels: true classes, integers, `[input]`.
         label: name of the method in the legend.
         ax: where to draw; None makes a new figure.
-
-    Returns:
-        The axes: the share of wrong predictions against the share of inputs answered, the most
-        confident first. The legend gives the area under the curve (AURC).
-
-    Raises:
-        ValueError: as for `optax_smile.metrics.risk_coverage`.
     """
     coverage, risk = metrics.risk_coverage(probabilities, labels)
     name = f"{label or 'predictions'} (AURC {metrics.aurc(probabilities, labels):.3g})"
@@ -145,8 +133,8 @@ def regression_band(
 ) -> Axes:
     """Plot the predictive mean and its central band.
 
-    A calibrated band contains its nominal share of the targets. It should widen where there were no
-    training data.
+    A calibrated band contains its nominal share of the targets, which the title gives. It should
+    widen where there were no training data.
 
     Args:
         inputs: one-dimensional, `[input]`, in any order; None, for inputs of more dimensions, sorts
@@ -158,13 +146,6 @@ def regression_band(
         targets: observed values, `[input]`.
         level: probability inside the band, in (0, 1).
         ax: where to draw; None makes a new figure.
-
-    Returns:
-        The axes: mean, band, and the targets as dots; the title gives the share of targets inside.
-
-    Raises:
-        ValueError: mismatched shapes, NaN or no inputs; for `mean`, `std` and `level` as in
-            `optax_smile.metrics.interval`.
     """
     lower, upper = metrics.interval(mean, std, level)
     middle = np.atleast_2d(np.asarray(mean, float)).mean(axis=0)
@@ -190,18 +171,12 @@ def regression_band(
 def step_size(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes:
     """Plot the step size of every chain; in a good run the chains end at the same constant level.
 
-    If the step size still falls at the end, use a longer warm-up.
+    If the step size still falls at the end, use a longer warm-up. The axis is logarithmic if step
+    sizes differ by more than a factor of 3. The legend names the chains if there are at most ten.
 
     Args:
         trace: with `step_size` and `num_gradients`, `[chain, tick]`; non-finite values leave gaps.
         ax: where to draw; None makes a new figure.
-
-    Returns:
-        The axes: a line per chain, logarithmic if they spread over more than a factor of 3. The
-        legend names the chains if there are at most ten.
-
-    Raises:
-        ValueError: the trace lacks these arrays, or their shapes differ.
     """
     sizes, gradients = _trace.read("plots.step_size", trace, "step_size", "num_gradients")
     ax = _open(ax)
@@ -225,19 +200,13 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> A
     """Plot |energy change| of the steps; a good run keeps a flat, narrow band.
 
     The band is the central 90 % over all chains and neighbouring ticks. It rises when the step size
-    is too large for the region that a chain has reached.
+    is too large for the region that a chain has reached. If no tick has an energy, the title says
+    so.
 
     Args:
         trace: with `energy_change` (nats, NaN or infinite where unknown) and `num_gradients`,
             `[chain, tick]`; with `accepted`, rejected steps get their own colour.
         ax: where to draw; None makes a new figure.
-
-    Returns:
-        The axes: a dot per tick, median and band, logarithmic. If no tick has an energy, the title
-        says so.
-
-    Raises:
-        ValueError: the trace lacks these arrays, or their shapes differ.
     """
     names = ["energy_change", "num_gradients", *["accepted"] * ("accepted" in trace)]
     change, gradients, *marks = _trace.read("plots.energy_error", trace, *names)
@@ -272,20 +241,14 @@ def chain_paths(params: Tree, *, start: Tree = None, ax: Axes | None = None) -> 
 
     Overlapping paths explore the same region. Separate clouds are different modes. A path that
     still moves in one direction has not converged. If the plane has a small share of the variance,
-    do not rely on distances in it.
+    which the axis labels give, do not rely on distances in it. A cross marks the start of a path
+    (its first draw without `start`), a dot its end.
 
     Args:
         params: a tree of arrays `[chain, draw, ...]`, such as the `params` of what `sample`
             returns.
         start: initial parameters of the chains `[chain, ...]`. They do not affect the plane.
         ax: where to draw; None makes a new figure.
-
-    Returns:
-        The axes: a coloured path per chain, with a cross at its start (its first draw without
-        `start`) and a dot at its end. Axis labels give the share of the variance of all draws.
-
-    Raises:
-        ValueError: axes that disagree or are empty, NaN or inf, or a `start` of other shapes.
 
     Cost: time n * d * min(n, d) for n draws in all and d dimensions, and three copies of the draws
         in float64: thin them to a few thousand.
@@ -330,15 +293,13 @@ def _joined(tree: Tree, num_points: int) -> np.ndarray:
 def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
     """Plot the validation score of each candidate at the end of each round.
 
+    Error bars are standard errors of the difference in projected LPPD from the best of the round.
+    The star is the LPPD of all draws of the chosen candidate. A triangle at the bottom stands for a
+    value far below the best of its round, a cross for a candidate that failed.
+
     Args:
         selection: result of `optax_smile.select`.
         ax: where to draw; None makes a new figure.
-
-    Returns:
-        The axes: LPPD of the validation data against steps, a line per candidate. Error bars are
-        standard errors of the difference in projected LPPD from the best of the round. The star is
-        the LPPD of all draws of the chosen candidate. A triangle at the bottom stands for a value
-        far below the best of its round, a cross for a candidate that failed.
     """
     steps, lppd, names = selection.num_steps, selection.lppd, selection.names
     start, final = selection.start_lppd, selection.final_lppd
