@@ -76,16 +76,15 @@ _copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
 
 @_check.arguments("parallel.place", tree=STACKED, mesh=MESH, specs=SPECS)
 def place(tree: Tree, *, mesh: Mesh | None = None, specs: Tree = None) -> Tree:
-    """Copy a tree with a leading chain axis to the devices.
+    """Copy a tree to the devices, with the chains spread over the axis `"chain"`.
+
+    The copy may be donated.
 
     Args:
         tree: arrays `[chain, ...]`, the same in every process.
         mesh: devices with an axis `"chain"`; None: JAX's default device.
         specs: a tree like `tree` of `jax.P`: how each array of one chain is sharded over the other
             axes of the mesh; None: not sharded.
-
-    Returns:
-        A copy that may be donated, with the chains spread over the axis `"chain"`.
 
     Raises:
         ValueError: leading axes that disagree; a mesh without the axis `"chain"`, or whose axis
@@ -192,6 +191,8 @@ def init(
 ) -> optax.OptState:
     """Initialise the state of every chain, sharded like its parameters.
 
+    Every leaf has a leading chain axis, including scalars and keys.
+
     Args:
         sampler: a sampler, or any other Optax transformation.
         params: placed parameters `[chain, ...]`, such as `place` returns.
@@ -200,9 +201,6 @@ def init(
             parameters are sharded like them.
         key: JAX key or seed, from which each chain's state gets its own `key`, if it has one. It is
             then required for several chains, which would otherwise draw the same numbers.
-
-    Returns:
-        The state; every leaf has a leading chain axis, including scalars and keys.
 
     Raises:
         ValueError: as for `place`; several chains with random numbers but without a key; a state
@@ -265,18 +263,16 @@ def step(
     mesh: Mesh | None = None,
     per_chain: bool = False,
 ) -> Callable[[Carry, Batch], Carry]:
-    """Compile the step of one chain for all chains.
+    """Compile the step of one chain for all chains, a function of the carry and a batch.
+
+    The carry is donated. Chains on different devices do not communicate.
 
     Args:
         function: `function(carry, batch)` of one chain; returns the next carry.
         carry: placed parameters, state and anything else passed from step to step, every leaf
             `[chain, ...]`. Later carries have the same shardings.
-        mesh: devices, or None. Chains on different devices do not communicate; the compiler handles
-            batches and parameters that are sharded within a chain.
+        mesh: devices, or None.
         per_chain: whether each chain has its own batch.
-
-    Returns:
-        A compiled function of the carry, which is donated, and a batch.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile

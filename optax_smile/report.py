@@ -66,15 +66,14 @@ def write(
     *,
     title: str | None = None,
 ) -> Path:
-    """Write an HTML report of a run: scores, `summary`, plots, settings.
+    """Write an HTML report of a run: scores, `summary`, plots, settings. Returns its path.
+
+    It needs no network. An error leaves an earlier page unchanged.
 
     Args:
         directory: directory of a run, written by `sample(directory=...)` and, optionally, `store`.
         output: the HTML file; None: `report.html` in the directory.
         title: title of the page; None: the name of the sampler.
-
-    Returns:
-        The path of the file, which needs no network. An error leaves an earlier page unchanged.
 
     Raises:
         ValueError: a directory without a run or without draws; a damaged file.

@@ -205,7 +205,7 @@ def summary(
     max_inputs: int = 200,
     seed: int = 0,
 ) -> Summary:
-    """Check a whole run: what looks wrong, and what to try.
+    """Check a whole run: what looks wrong, and what to try. Print the result.
 
     - copies: chains have equal draws or use equal random numbers.
     - altered: updates were changed, or the state of the sampler was initialized again.
@@ -232,9 +232,6 @@ def summary(
         max_inputs: largest number of randomly chosen inputs (without a prediction: of weights) for
             R-hat and ESS, >= 1.
         seed: seed of this choice, >= 0.
-
-    Returns:
-        A `Summary`: print it.
 
     Raises:
         ValueError: no draws, iterates of an optimizer or draws chosen by their indices; a

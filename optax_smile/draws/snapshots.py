@@ -359,7 +359,8 @@ def load_snapshots(
 ) -> StoredSnapshots:
     """Open the draws that `sample(directory=...)` or `recorded` wrote, or is still writing.
 
-    It needs neither the training code nor a device: the arrays are NumPy arrays.
+    The result is a sequence of parameter trees that `predict` accepts. It needs neither the
+    training code nor a device. Load again to see draws that were written later.
 
     Args:
         directory: directory of the run.
@@ -367,10 +368,6 @@ def load_snapshots(
             Without it they are nested dicts and lists.
         flat: return each draw as a dict from path to array, even with `like`. Entries of a path are
             joined by slashes; `~` and `/` in an entry are written `~0` and `~1`.
-
-    Returns:
-        `StoredSnapshots`, a sequence of parameter trees that `predict` accepts. Load again to see
-        draws that were written later.
 
     Raises:
         ValueError: a manifest that is missing, damaged or of another format; `like` with other

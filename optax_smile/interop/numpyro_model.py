@@ -114,7 +114,8 @@ def from_numpyro(
 
     Sites inside the plate over the data form the likelihood; all other sites form the prior.
     Constrained sites are sampled in NumPyro's unconstrained space. Latent sites inside the plate
-    need batches of all examples, in the same order.
+    need batches of all examples, in the same order. Of the result, `init_fn` and `map_loss` are for
+    `warmstart`, the others for `sample`.
 
     Args:
         model: called as `model(*batch)` for a tuple, `model(**batch)` for a dict, else
@@ -123,9 +124,6 @@ def from_numpyro(
             data and uses the indices of its plate gets them as `{"data": indices}`.
         num_data: total number of examples, >= 1.
         plate: name of the plate over the data.
-
-    Returns:
-        A `NumpyroModel`: `init_fn` and `map_loss` for `warmstart`, the others for `sample`.
 
     Raises:
         ValueError: no such plate, one of another size, or none of whose sites is observed; a latent

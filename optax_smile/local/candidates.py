@@ -43,7 +43,7 @@ def network_candidates(
     excess: float = 0.08,
     allowed: float = 0.03,
 ) -> dict[str, optax.GradientTransformation]:
-    """Make the usual candidates of `select` for a trained network.
+    """Make the usual candidates of `select` for a trained network, a dict that you may extend.
 
     - `"psmile"`: the default, which samples the Bayesian posterior.
     - `"psmile, cold"`: at `cold_temperature` with longer steps, `angle_tuner(0.3)`; where that
@@ -61,9 +61,6 @@ def network_candidates(
         excess: > 0, see `cold_temperature`.
         key: JAX key or seed for the samplers.
         allowed: largest expected rise of the mean loss around the start, nats per example, > 0.
-
-    Returns:
-        A dict of candidates by name, which you may extend.
 
     Cost: three forward passes per network for each of at most 20 batches.
 

@@ -148,7 +148,7 @@ def local_precision(
 
     nats per example. Averaging over +x and -x removes the first-order gain if w is not a minimum.
     Short chains search for the g whose excess equals `allowed`, from that of isotropic noise
-    N(0, 1 / g) with this excess. Sample with `search.sampler(key=0)`.
+    N(0, 1 / g) with this excess. Print the result, and sample with `search.sampler(key=0)`.
 
     Args:
         loss_fn: mean loss `loss_fn(params, batch)`, as for `sample`, without random numbers.
@@ -169,9 +169,6 @@ def local_precision(
         key: JAX key or seed.
         check: warn of a loss that looks like a sum, see `sample`.
         progress: show a progress bar, if tqdm is installed.
-
-    Returns:
-        A `PrecisionSearch`: print it.
 
     Raises:
         ValueError: a loss that is not finite, or that does not grow around the weights.
