@@ -344,7 +344,7 @@ class Key(Constraint):
         return f"{rule}, {self.purpose}".rstrip(", ")
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
-        if value is None and not self.needed:
+        if NONE.holds(value) and not self.needed:
             return None
         # Raw words may have the wrong shape for a key, and a seed may exceed 64 bits.
         with contextlib.suppress(ValueError, TypeError, OverflowError):

@@ -64,6 +64,9 @@ class Snapshots:
           arrays  w float64[3]
     """
 
+    num_chains: int
+    num_draws: int
+    start: Tree
     interrupted: str | None = None
 
     @_check.arguments(
