@@ -63,33 +63,27 @@ def fail(where: str, argument: str, rule: str, got: object, advice: str = "") ->
 
 
 def own_flags(function: Function_, *, compiles: bool = False) -> Function_:
-    """Make a function in which the debugging flags of JAX do not act.
+    """Make a function in which the debugging flags of JAX do not act: placeholders are NaN, inf.
 
-    Placeholders of this library are NaN and infinity. `jax_disable_jit` is among the flags if
-    `compiles`: what is not compiled rounds otherwise.
+    `jax_disable_jit` is among the flags if `compiles`: what is not compiled rounds otherwise.
     """
 
     @functools.wraps(function)
     def run(*args: Unchecked, **kwargs: Unchecked) -> Unchecked:
         jit = jax.disable_jit(False) if compiles else contextlib.nullcontext()
-        with jax.debug_nans(False), jax.debug_infs(False), jit:
+        with jit, jax.debug_nans(False), jax.debug_infs(False):
             with jax.numpy_dtype_promotion("standard"):
                 return function(*args, **kwargs)
 
     return cast(Function_, run)
 
 
-def on_host(function: Function_) -> Function_:
-    """Make a function of the host in which no debugging flag of JAX acts."""
-    return own_flags(function, compiles=True)
+on_host = functools.partial(own_flags, compiles=True)
 
 
 @contextlib.contextmanager
 def called(where: str, *parts: str, **arguments: str) -> Iterator[None]:
-    """Rename errors of the functions `parts` after the function `where` that the user called.
-
-    `arguments` are the names of their arguments in `where`, such as `tree="params"`.
-    """
+    """Rename errors of the functions `parts`, and `arguments` of them such as `tree="params"`."""
     try:
         yield
     except ArgumentError as error:
@@ -129,10 +123,10 @@ def traced(
 
 
 def arguments(name: str = "", /, **constraints: "Constraint") -> Callable[[Function_], Function_]:
-    """Check the arguments of a function, defaults included, before it runs.
+    """Check the arguments of a function before it runs, and pass what the constraints return.
 
-    A constraint may convert its argument: the function gets the result. Arguments annotated as
-    `bool` have to be True or False. `name` is that of the function, if not its `__name__`.
+    Arguments annotated as `bool` have to be True or False. `name` is that of the function, if not
+    its `__name__`.
     """
 
     def decorate(function: Function_) -> Function_:
@@ -307,11 +301,10 @@ class Whole(Constraint):
         return f"an integer >= {self.low}"
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
-        is_traced = isinstance(value, jax.core.Tracer)
-        if is_traced and self.traced:
+        if isinstance(value, jax.core.Tracer) and self.traced:
             return value
-        is_whole = not is_traced and not isinstance(value, bool)
-        is_whole = is_whole and jnp.issubdtype(_dtype(value), jnp.integer)
+        is_whole = jnp.issubdtype(_dtype(value), jnp.integer)
+        is_whole &= not isinstance(value, (bool, jax.core.Tracer))
         if not is_whole or np.ndim(value) or value < self.low:
             fail(where, argument, self.rule, written(value))
         if value > LARGEST_WHOLE:
@@ -328,20 +321,18 @@ class PathLike(Constraint):
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
             fail(where, argument, self.text, show(value))
-        if "\0" in (path := os.fsdecode(value)):
-            fail(where, argument, "a path without null characters", repr(path))
         try:
-            return Path(path).expanduser()
+            return Path(os.fsdecode(value)).expanduser()
         except RuntimeError:
-            fail(where, argument, self.text, repr(path), "There is no such home directory.")
+            fail(where, argument, self.text, repr(value), "There is no such home directory.")
 
 
 @dataclass(frozen=True)
 class Key(Constraint):
     """A single JAX key or an integer seed, which becomes a typed key.
 
-    JAX uses the last 32 bits of a seed, so that 0 and 2**32 would be equal, as would -1 and
-    2**32 - 1. None is refused if `needed`, for a `purpose` such as "for a jitter".
+    JAX uses the last 32 bits of a seed, so that 0 and 2**32 would be equal. None is refused if
+    `needed`, for a `purpose` such as "for a jitter".
     """
 
     needed: bool = False
@@ -353,11 +344,8 @@ class Key(Constraint):
         return f"{rule}, {self.purpose}".rstrip(", ")
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
-        if value is None:
-            if not self.needed:
-                return None
-            rule = f"a JAX key or an integer seed, {self.purpose}".rstrip(", ")
-            fail(where, argument, rule, "None", "Pass `key=0`.")
+        if NONE.holds(value) and not self.needed:
+            return None
         # Raw words may have the wrong shape for a key, and a seed may exceed 64 bits.
         with contextlib.suppress(ValueError, TypeError, OverflowError):
             dtype, ndim = _dtype(value), np.ndim(value)
@@ -447,24 +435,18 @@ class Tree(Constraint):
                 with jax.ensure_compile_time_eval():
                     if not bool(jnp.isfinite(leaf).all()):
                         fail(where, argument, "finite", f"nan or inf at {at or 'the only leaf'}")
-        if self.axes:
-            self._check_axes(where, argument, value, given)
-        return value
-
-    def _check_axes(self, where, argument, value, given):
-        number = self.axes.count(",")
-
-        def refuse(rule: str):
-            shapes = cut(f"the shapes {jax.tree.map(np.shape, value)}")
-            fail(where, argument, rule, shapes, self.advice)
-
+        rule, number = "", self.axes.count(",")
         lengths = {np.shape(leaf)[:number] for leaf in jax.tree.leaves(value)}
-        if len(lengths) != 1 or any(len(axes) < number or 0 in axes for axes in lengths):
-            refuse(self.rule)
-        if self.like:
+        if self.axes and (len(lengths) != 1 or any(len(x) < number or 0 in x for x in lengths)):
+            rule = self.rule
+        elif self.like:
             like = np.shape(jax.tree.leaves(given[self.like])[0])[:number]
             if lengths != {like}:
-                refuse(f"a tree of arrays {self.axes} that begin with the axes {like}")
+                rule = f"a tree of arrays {self.axes} that begin with the axes {like}"
+        if rule:
+            shapes = cut(f"the shapes {jax.tree.map(np.shape, value)}")
+            fail(where, argument, rule, shapes, self.advice)
+        return value
 
 
 @dataclass(frozen=True)

@@ -12,31 +12,27 @@ REMEDY = "Pass the `trace` of the draws that `sample` returned."
 TRACE = _check.kind(Mapping, "a dict of arrays", REMEDY)
 
 
-def of_draws(
-    trace: Mapping[str, ArrayLike], num_draws: int | None, where: str = "Snapshots"
-) -> dict[str, np.ndarray]:
-    """Restrict a trace to the last `num_draws` ticks that are draws in all chains; None: to all."""
+def of_draws(trace: Mapping[str, ArrayLike], num_draws: int) -> dict[str, np.ndarray]:
+    """Restrict a trace to the last `num_draws` ticks that are draws in all chains."""
     arrays = {name: np.asarray(values) for name, values in trace.items()}
-    if num_draws is None or not arrays:
+    if not arrays:
         return arrays
     shape = next(iter(arrays.values())).shape
     for name, values in arrays.items():
         if values.ndim < 2 or values.shape[:2] != shape[:2]:
             rule = "a dict of arrays [chain, tick] with equal axes"
-            _check.fail(where, "trace", rule, f"shape {values.shape} of {name!r}")
+            _check.fail("Snapshots", "trace", rule, f"shape {values.shape} of {name!r}")
     is_draw = np.broadcast_to(arrays.get("is_draw", np.array(True)), shape).astype(bool)
     ticks = np.flatnonzero(is_draw.all(axis=0))
     if len(ticks) < num_draws:
         rule = f"at most {len(ticks)}, the number of draws in the trace"
-        _check.fail(where, "num_draws", rule, num_draws)
+        _check.fail("Snapshots", "num_draws", rule, num_draws)
     ticks = ticks[-num_draws:]
     return {name: values[:, ticks] for name, values in arrays.items()}
 
 
-def read(
-    where: str, trace: Mapping[str, ArrayLike], *names: str, num_draws: int | None = None
-) -> list[np.ndarray]:
-    """Read entries of a trace as numbers of one shape `[chain, tick]`, optionally at the draws."""
+def read(where: str, trace: Mapping[str, ArrayLike], *names: str) -> list[np.ndarray]:
+    """Read entries of a trace as numbers of one shape `[chain, tick]`."""
     if any(name not in trace for name in names):
         rule = f"a dict with {', '.join(map(repr, names))}"
         _check.fail(where, "trace", rule, f"the keys {sorted(trace)}", REMEDY)
@@ -47,8 +43,7 @@ def read(
         rule = "a dict of arrays of one shape [chain, tick] with at least one of each"
         got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         _check.fail(where, "trace", rule, got, REMEDY)
-    draws = of_draws(trace, num_draws, where)
-    return [draws[name].astype(float) for name in names]
+    return [values.astype(float) for values in given.values()]
 
 
 def warn_of_equal_keys(where: str, noise_id: np.ndarray):

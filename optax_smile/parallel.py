@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -40,8 +41,7 @@ def _are_specs(tree: Tree) -> bool:
 
 def _are_axes(in_axes: object) -> bool:
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes,)
-    are_known = all(axis is None or type(axis) is int and axis == 0 for axis in axes)
-    return are_known and any(axis == 0 for axis in axes)
+    return set(map(repr, axes)) <= {"0", "None"} and 0 in axes
 
 
 STACKED = _check.Tree(axes="[chain, ...]")
@@ -70,24 +70,21 @@ def _put(leaf: jax.typing.ArrayLike, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-@jax.jit
-def _copy(tree: Tree) -> Tree:
-    """Copy arrays, so that the copies may be donated."""
-    return jax.tree.map(jnp.copy, tree)
+# Copies may be donated.
+_copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
 
 
 @_check.arguments("parallel.place", tree=STACKED, mesh=MESH, specs=SPECS)
 def place(tree: Tree, *, mesh: Mesh | None = None, specs: Tree = None) -> Tree:
-    """Copy a tree with a leading chain axis to the devices.
+    """Copy a tree to the devices, with the chains spread over the axis `"chain"`.
+
+    The copy may be donated.
 
     Args:
         tree: arrays `[chain, ...]`, the same in every process.
         mesh: devices with an axis `"chain"`; None: JAX's default device.
         specs: a tree like `tree` of `jax.P`: how each array of one chain is sharded over the other
             axes of the mesh; None: not sharded.
-
-    Returns:
-        A copy that may be donated, with the chains spread over the axis `"chain"`.
 
     Raises:
         ValueError: leading axes that disagree; a mesh without the axis `"chain"`, or whose axis
@@ -126,15 +123,11 @@ def place_batch(
     """Put a batch on the devices, with examples sharded over the axis `"data"` if it divides them.
 
     Args:
-        batch: arrays `[example, ...]`, the same in every process; `[chain, example, ...]` with
-            `per_chain`. JAX arrays that are already on several devices stay there.
+        batch: arrays `[example, ...]`, the same in every process. JAX arrays that are already on
+            several devices stay there.
         mesh: devices; None: return the batch unchanged.
-        per_chain: whether each chain has its own examples.
-        stacked: whether an axis of calls precedes the examples, `[call, example, ...]` or
-            `[chain, call, example, ...]`.
-
-    Returns:
-        The batch as JAX arrays.
+        per_chain: whether an axis of chains precedes the examples, `[chain, example, ...]`.
+        stacked: whether an axis of calls precedes them, after that of chains.
     """
     if mesh is None:
         return batch
@@ -161,26 +154,22 @@ def place_batch(
 def over_chains(
     function: Callable, *, mesh: Mesh | None = None, in_axes: int | tuple[int | None, ...] = 0
 ) -> Callable:
-    """Map a function of one chain over all chains.
+    """Map a function of one chain over all chains, to compile with `jax.jit`.
 
     The axis `"chain"` is a manual axis of `jax.shard_map`, so that chains cannot communicate; the
-    compiler handles the other axes of the mesh.
+    compiler handles the other axes of the mesh. All results have a leading chain axis.
 
     Args:
         function: function of arrays of one chain.
         mesh: devices, or None.
         in_axes: for each argument 0 or None, as for `jax.vmap`: whether it has a chain axis.
-
-    Returns:
-        A function to compile with `jax.jit`; all its results have a leading chain axis.
     """
-    mapped = jax.vmap(function, in_axes=in_axes)
+    mapped, own = jax.vmap(function, in_axes=in_axes), PartitionSpec(CHAIN)
     if mesh is None:
         return mapped
-    own, shared = PartitionSpec(CHAIN), PartitionSpec()
     in_specs = own
     if isinstance(in_axes, tuple):
-        in_specs = tuple(shared if axis is None else own for axis in in_axes)
+        in_specs = tuple(PartitionSpec() if axis is None else own for axis in in_axes)
     return jax.shard_map(mapped, mesh=mesh, in_specs=in_specs, out_specs=own, axis_names={CHAIN})
 
 
@@ -202,6 +191,8 @@ def init(
 ) -> optax.OptState:
     """Initialise the state of every chain, sharded like its parameters.
 
+    Every leaf has a leading chain axis, including scalars and keys.
+
     Args:
         sampler: a sampler, or any other Optax transformation.
         params: placed parameters `[chain, ...]`, such as `place` returns.
@@ -211,19 +202,13 @@ def init(
         key: JAX key or seed, from which each chain's state gets its own `key`, if it has one. It is
             then required for several chains, which would otherwise draw the same numbers.
 
-    Returns:
-        The state; every leaf has a leading chain axis, including scalars and keys.
-
     Raises:
         ValueError: as for `place`; several chains with random numbers but without a key; a state
             with several random keys called `key`.
-
-    Cost: `sampler.init` for every chain.
     """
-    where = "parallel.init"
-    chains, own = num_chains(where, params), None
+    where, own = "parallel.init", None
+    chains = num_chains(where, params)
     of_params = _shardings(where, params, mesh, specs, "params")
-    of_chains = over_chains(sampler.init, mesh=mesh)
     if mesh is not None:
         own = optax.tree.map_params(
             sampler,
@@ -232,7 +217,7 @@ def init(
             of_params,
             transform_non_params=lambda _: _chain_sharding(mesh),
         )
-    state = jax.jit(of_chains, out_shardings=own)(params)
+    state = jax.jit(over_chains(sampler.init, mesh=mesh), out_shardings=own)(params)
     if key is None and chains == 1:
         return state
     try:
@@ -244,8 +229,8 @@ def init(
     if known is None:
         return state
     purpose = f"to derive a key for each of the {chains} chains"
-    needed = _check.Key(True, purpose)(where, "key", key)
-    keys = _split_key(needed, chains, mesh=mesh, raw=True)
+    own_key = _check.Key(True, purpose)(where, "key", key)
+    keys = jax.random.key_data(_split_key(own_key, chains, mesh=mesh))
     if keys.shape != known.shape:
         rule = f"a key with {known.shape[-1]} words of data, like the sampler's"
         _check.fail(where, "key", rule, f"{keys.shape[-1]} words")
@@ -262,17 +247,10 @@ def _chain_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(CHAIN))
 
 
-def _split_key(
-    key: jax.Array, chains: int, *, mesh: Mesh | None = None, raw: bool = False
-) -> jax.Array:
-    """Make keys `[chain]`, or their raw data, each on the devices of its chain."""
+def _split_key(key: jax.Array, chains: int, *, mesh: Mesh | None = None) -> jax.Array:
+    """Make keys `[chain]`, each on the devices of its chain."""
     own = None if mesh is None else _chain_sharding(mesh)
-
-    def split(key):
-        keys = jax.random.split(key, chains)
-        return jax.random.key_data(keys) if raw else keys
-
-    return jax.jit(split, out_shardings=own)(key)
+    return jax.jit(lambda key: jax.random.split(key, chains), out_shardings=own)(key)
 
 
 @_check.arguments(
@@ -285,18 +263,16 @@ def step(
     mesh: Mesh | None = None,
     per_chain: bool = False,
 ) -> Callable[[Carry, Batch], Carry]:
-    """Compile the step of one chain for all chains.
+    """Compile the step of one chain for all chains, a function of the carry and a batch.
+
+    The carry is donated. Chains on different devices do not communicate.
 
     Args:
         function: `function(carry, batch)` of one chain; returns the next carry.
         carry: placed parameters, state and anything else passed from step to step, every leaf
             `[chain, ...]`. Later carries have the same shardings.
-        mesh: devices, or None. Chains on different devices do not communicate; the compiler handles
-            batches and parameters that are sharded within a chain.
+        mesh: devices, or None.
         per_chain: whether each chain has its own batch.
-
-    Returns:
-        A compiled function of the carry, which is donated, and a batch.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -307,9 +283,8 @@ def step(
         ...     grads = jax.grad(lambda w: jnp.mean((w - batch) ** 2))(params)
         ...     updates, state = tx.update(grads, state, params)
         ...     return optax.apply_updates(params, updates), state
-        >>> mesh = jax.make_mesh(
-        ...     (1, 1), ("chain", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-        ... )
+        >>> axis_types = (jax.sharding.AxisType.Auto,) * 2
+        >>> mesh = jax.make_mesh((1, 1), ("chain", "data"), axis_types=axis_types)
         >>> params = parallel.place(jnp.zeros((4, 3)), mesh=mesh)
         >>> carry = params, parallel.init(tx, params, mesh=mesh)
         >>> advance = parallel.step(one_step, carry, mesh=mesh)

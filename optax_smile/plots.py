@@ -1,16 +1,10 @@
 """Plots of a run and its predictions: did the chains run well, and can the result be trusted?
 
-Each function draws one plot onto `ax`, or onto a new figure, and returns the axes for further
-changes. They need matplotlib, `pip install 'optax-smile[plots]'`, else they raise an `ImportError`.
-A `trace` is the attribute `.trace` of what `sample` returns: arrays `[chain, tick]`, warm-up
-included. For other plots of a run use ArviZ, after `diagnostics.to_arviz`.
-
-Example:
-    >>> from matplotlib.figure import Figure
-    >>> from optax_smile import plots
-    >>> ax = Figure(layout="constrained").subplots()
-    >>> plots.risk_coverage([[0.9, 0.1], [0.4, 0.6]], [0, 1], label="psmile", ax=ax) is ax
-    True
+Each function draws one plot onto `ax`, or onto a new figure, and returns the axes. They need
+matplotlib, `pip install 'optax-smile[plots]'`, else they raise an `ImportError`. They raise
+ValueError for missing, empty or mismatched arrays and for NaN where no gaps are allowed. A `trace`
+is the attribute of what `sample` returns: arrays `[chain, tick]`, warm-up included. For other plots
+of a run use ArviZ, after `diagnostics.to_arviz`.
 """
 
 from __future__ import annotations
@@ -35,10 +29,9 @@ if TYPE_CHECKING:
 # muted colours of Tol 2021.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
 PALETTE += ("#999933", "#AAAAAA")
-# Of candidates that repeat the colours.
-FORMATS = ("o-", "s--", "^:")
-# Opacity of a band, and size of a new figure in inches.
-BAND_ALPHA, FIGURE_SIZE = 0.25, (5.6, 4.4)
+# Look of a band, and size of a new figure in inches.
+BAND: Options = {"color": PALETTE[0], "alpha": 0.25, "lw": 0}
+FIGURE_SIZE = (5.6, 4.4)
 # Of a legend: characters in a row, and those of a handle; distance below the axes, in sizes of its
 # font, with room for ticks and label.
 LEGEND_WIDTH, LEGEND_HANDLE, BELOW_AXES = 60, 6, 4.3
@@ -46,8 +39,6 @@ LEGEND_WIDTH, LEGEND_HANDLE, BELOW_AXES = 60, 6, 4.3
 LARGEST_DOT, SMALLEST_DOT = 350.0, 12.0
 # Ratio of largest to smallest value up to which a linear axis works well.
 LINEAR_SPREAD = 3.0
-# More dots would be indistinguishable in one plot.
-MOST_DOTS = 5_000
 # Enough windows to see a trend; with fewer values in each, the 5 % quantile is their minimum.
 MOST_WINDOWS, LEAST_VALUES = 40, 20
 # Nats per input; candidates further below the best of their round do not affect the scale.
@@ -73,8 +64,9 @@ def reliability(
 ) -> Axes:
     """Plot accuracy against confidence; calibrated predictions lie on the diagonal.
 
-    Dots below the diagonal are overconfident, dots above it underconfident. Call it repeatedly with
-    the same `ax` to compare methods; each gets its own colour.
+    Dots below the diagonal are overconfident, dots above it underconfident; their area is
+    proportional to the share of the inputs. The legend gives the expected calibration error (ECE)
+    with these bins. Calls with the same `ax` compare methods.
 
     Args:
         probabilities: class probabilities, `[input, class]`, rows that sum to one.
@@ -82,27 +74,17 @@ def reliability(
         num_bins: number of bins of equal width between 0 and 1, >= 1.
         label: name of the method in the legend.
         ax: where to draw; None makes a new figure.
-
-    Returns:
-        The axes: a dot per bin, with area proportional to its share of the inputs, and the
-        diagonal. The legend gives the expected calibration error (ECE) with these bins.
-
-    Raises:
-        ValueError: as for `optax_smile.metrics.reliability`.
     """
     bins = metrics.reliability(probabilities, labels, num_bins)
     error = metrics.ece(probabilities, labels, num_bins)
-    ax = _open(ax)
-    before = _count_curves(ax, "reliability")
-    if before == 0:
-        ax.plot([0, 1], [0, 1], color="0.5", ls=":", lw=1)
-    filled = bins.count > 0
+    ax, filled = _open(ax), bins.count > 0
     places = bins.confidence[filled], bins.accuracy[filled]
     areas = np.maximum(SMALLEST_DOT, LARGEST_DOT * bins.count[filled] / bins.count.sum())
+    name, color = f"{label or 'predictions'} (ECE {error:.3f})", _next_color(ax)
     # Draw the line faintly: it means little where bins hold single inputs.
-    name = f"{label or 'predictions'} (ECE {error:.3f})"
-    ax.plot(*places, color=_color(before), lw=1, alpha=0.5, label=name, gid="reliability")
-    ax.scatter(*places, areas, color=_color(before), alpha=0.7, lw=0, zorder=3)
+    ax.plot(*places, color=color, lw=1, alpha=0.5, label=name)
+    ax.scatter(*places, areas, color=color, alpha=0.7, lw=0, zorder=3)
+    ax.plot([0, 1], [0, 1], color="0.5", ls=":", lw=1)
     ax.set(title="Reliability (dot area: share of inputs)", xlabel="confidence", ylabel="accuracy")
     ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
     return _with_legend(ax)
@@ -119,27 +101,19 @@ def risk_coverage(
 ) -> Axes:
     """Plot the error rate among the most confident predictions.
 
-    A good model is wrong where it is uncertain: its curve falls towards zero on the left. Call it
-    repeatedly with the same `ax` to compare methods.
+    A good model is wrong where it is uncertain: its curve falls towards zero on the left. The
+    legend gives the area under the curve (AURC). Calls with the same `ax` compare methods.
 
     Args:
         probabilities: class probabilities, `[input, class]`, rows that sum to one.
         labels: true classes, integers, `[input]`.
         label: name of the method in the legend.
         ax: where to draw; None makes a new figure.
-
-    Returns:
-        The axes: the share of wrong predictions against the share of inputs answered, most
-        confident first. The legend gives the area under the curve (AURC).
-
-    Raises:
-        ValueError: as for `optax_smile.metrics.risk_coverage`.
     """
     coverage, risk = metrics.risk_coverage(probabilities, labels)
     name = f"{label or 'predictions'} (AURC {metrics.aurc(probabilities, labels):.3g})"
     ax = _open(ax)
-    color = _color(_count_curves(ax, "risk_coverage"))
-    ax.plot(coverage, risk, color=color, lw=1.5, label=name, gid="risk_coverage")
+    ax.plot(coverage, risk, color=_next_color(ax), lw=1.5, label=name)
     ax.set(title="Risk against coverage", ylabel="share wrong among them")
     ax.set(xlabel="share of inputs answered, the most confident first", xlim=(0, 1))
     ax.set_ylim(bottom=0, auto=True)
@@ -159,8 +133,8 @@ def regression_band(
 ) -> Axes:
     """Plot the predictive mean and its central band.
 
-    A calibrated band contains its nominal share of the targets. It should widen where there were no
-    training data.
+    A calibrated band contains its nominal share of the targets, which the title gives. It should
+    widen where there were no training data.
 
     Args:
         inputs: one-dimensional, `[input]`, in any order; None, for inputs of more dimensions, sorts
@@ -172,33 +146,24 @@ def regression_band(
         targets: observed values, `[input]`.
         level: probability inside the band, in (0, 1).
         ax: where to draw; None makes a new figure.
-
-    Returns:
-        The axes: mean, band, and the targets as dots; the title gives the share of targets inside.
-
-    Raises:
-        ValueError: mismatched shapes, NaN or no inputs; for `mean`, `std` and `level` as in
-            `optax_smile.metrics.interval`.
     """
     lower, upper = metrics.interval(mean, std, level)
     middle = np.atleast_2d(np.asarray(mean, float)).mean(axis=0)
-    like = _check.Array(like="mean")
-    passed = {"inputs": inputs, "targets": targets}.items()
-    where, fits = "plots.regression_band", {"mean": lower}
-    given = {name: like(where, name, x, fits) for name, x in passed if x is not None}
-    order = np.argsort(given.get("inputs", middle), kind="stable")
-    along = given["inputs"][order] if "inputs" in given else np.arange(middle.size)
+    like, where = _check.Array(like="mean"), "plots.regression_band"
+    along = like(where, "inputs", middle if inputs is None else inputs, {"mean": lower})
+    order = np.argsort(along, kind="stable")
+    along = np.arange(middle.size) if inputs is None else along[order]
+    observed = (like | None)(where, "targets", targets, {"mean": lower})
     ax, title = _open(ax), f"{100 * level:g} % band"
-    band = {"color": PALETTE[0], "alpha": BAND_ALPHA, "lw": 0, "label": title}
-    ax.fill_between(along, lower[order], upper[order], **band)
-    if "targets" in given:
+    ax.fill_between(along, lower[order], upper[order], **BAND, label=title)
+    if observed is not None:
         dots = {"ms": 4, "alpha": 0.6, "mec": "none", "label": "targets"}
-        ax.plot(along, given["targets"][order], ".", color=PALETTE[1], **dots)
-        share = metrics.coverage(lower, upper, given["targets"])
+        ax.plot(along, observed[order], ".", color=PALETTE[1], **dots)
+        share = metrics.coverage(lower, upper, observed)
         title += f": holds {100 * share:.1f} % of {middle.size} targets"
     ax.plot(along, middle[order], color=PALETTE[0], lw=1.5, label="mean")
-    ax.set(title=title, xlabel="input" if "inputs" in given else "rank of the predicted mean")
-    ax.set_ylabel("target")
+    xlabel = "rank of the predicted mean" if inputs is None else "input"
+    ax.set(title=title, xlabel=xlabel, ylabel="target")
     return _with_legend(ax)
 
 
@@ -206,26 +171,20 @@ def regression_band(
 def step_size(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes:
     """Plot the step size of every chain; in a good run the chains end at the same constant level.
 
-    If the step size still falls at the end, use a longer warm-up.
+    If the step size still falls at the end, use a longer warm-up. The axis is logarithmic if step
+    sizes differ by more than a factor of 3. The legend names the chains if there are at most ten.
 
     Args:
         trace: with `step_size` and `num_gradients`, `[chain, tick]`; non-finite values leave gaps.
         ax: where to draw; None makes a new figure.
-
-    Returns:
-        The axes: a line per chain, logarithmic if they spread over more than a factor of 3. The
-        legend names the chains if there are at most ten.
-
-    Raises:
-        ValueError: the trace lacks these arrays, or their shapes differ.
     """
     sizes, gradients = _trace.read("plots.step_size", trace, "step_size", "num_gradients")
     ax = _open(ax)
-    # A line of a single point would be invisible. Only chains with their own colours are named.
-    look = {"lw": 1, "marker": "o" if sizes.shape[1] == 1 else ""}
+    # A line of a single point would be invisible.
+    marker = "o" if sizes.shape[1] == 1 else ""
     for chain, size in enumerate(sizes):
         label = f"chain {chain}" if len(sizes) <= len(PALETTE) else None
-        ax.plot(gradients[chain], size, color=_color(chain), label=label, **look)
+        ax.plot(gradients[chain], size, color=_color(chain), label=label, lw=1, marker=marker)
     known = sizes[np.isfinite(sizes) & (sizes > 0)]
     if known.size and known.max() > LINEAR_SPREAD * known.min():
         ax.set_yscale("log")
@@ -241,19 +200,13 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> A
     """Plot |energy change| of the steps; a good run keeps a flat, narrow band.
 
     The band is the central 90 % over all chains and neighbouring ticks. It rises when the step size
-    is too large for the region that a chain has reached.
+    is too large for the region that a chain has reached. If no tick has an energy, the title says
+    so.
 
     Args:
         trace: with `energy_change` (nats, NaN or infinite where unknown) and `num_gradients`,
             `[chain, tick]`; with `accepted`, rejected steps get their own colour.
         ax: where to draw; None makes a new figure.
-
-    Returns:
-        The axes: a dot per tick (evenly thinned beyond 5,000), median and band, logarithmic. If no
-        tick has an energy, the title says so.
-
-    Raises:
-        ValueError: the trace lacks these arrays, or their shapes differ.
     """
     names = ["energy_change", "num_gradients", *["accepted"] * ("accepted" in trace)]
     change, gradients, *marks = _trace.read("plots.energy_error", trace, *names)
@@ -262,21 +215,18 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> A
     ax = _open(ax)
     if (error > 0).any():
         ax.set_yscale("log")
-    # Do not thin the few rejected steps.
-    every = -(-error.size // MOST_DOTS)
-    for kept, color, size, thin in (1, PALETTE[5], 3, every), (0, PALETTE[1], 6, 1):
+    for kept, color, size in (1, PALETTE[5], 3), (0, PALETTE[1], 6):
         shown, label = (accepted == kept) & (error > 0), None if kept else "rejected step"
         if shown.any():
             dots = {"color": color, "ms": size, "alpha": 0.5, "mec": "none", "label": label}
-            ax.plot(gradients[shown][::thin], error[shown][::thin], ".", **dots)
+            ax.plot(gradients[shown], error[shown], ".", **dots)
     number = np.clip(error.size // LEAST_VALUES, 1, min(MOST_WINDOWS, error.shape[1]))
     windows = zip(*(np.array_split(x, number, axis=1) for x in (gradients, error)), strict=True)
     known = [(x.mean(), y[~np.isnan(y)]) for x, y in windows if not np.isnan(y).all()]
     if known:
         middle = [x for x, _ in known]
         low, median, high = np.transpose([np.quantile(y, [0.05, 0.5, 0.95]) for _, y in known])
-        band = {"color": PALETTE[0], "alpha": BAND_ALPHA, "lw": 0, "label": "5 to 95 %"}
-        ax.fill_between(middle, low, high, **band)
+        ax.fill_between(middle, low, high, **BAND, label="5 to 95 %")
         style = "o-" if len(known) == 1 else "-"
         ax.plot(middle, median, style, color=PALETTE[0], lw=1.5, label="median")
     title = "Energy error of the steps" if known else "No energy error: the loop passed no value"
@@ -290,22 +240,15 @@ def chain_paths(params: Tree, *, start: Tree = None, ax: Axes | None = None) -> 
     """Plot the paths of the chains in the plane in which the draws vary most.
 
     Overlapping paths explore the same region. Separate clouds are different modes. A path that
-    still moves in one direction has not reached equilibrium. If the plane has a small share of the
-    variance, do not rely on distances in it.
+    still moves in one direction has not converged. If the plane has a small share of the variance,
+    which the axis labels give, do not rely on distances in it. A cross marks the start of a path
+    (its first draw without `start`), a dot its end.
 
     Args:
-        params: draws `[chain, draw, dimension]`, or a tree of arrays `[chain, draw, ...]`, such as
-            the `params` of what `sample` returns; all leaves count.
-        start: initial parameters of the chains, such as `warmstart` returns: like `params` without
-            the draw axis. The start does not affect the plane.
+        params: a tree of arrays `[chain, draw, ...]`, such as the `params` of what `sample`
+            returns.
+        start: initial parameters of the chains `[chain, ...]`. They do not affect the plane.
         ax: where to draw; None makes a new figure.
-
-    Returns:
-        The axes: a coloured path per chain, with a cross at its start (its first draw without
-        `start`) and a dot at its end. Axis labels give the share of the variance of all draws.
-
-    Raises:
-        ValueError: axes that disagree or are empty, NaN or inf, or a `start` of other shapes.
 
     Cost: time n * d * min(n, d) for n draws in all and d dimensions, and three copies of the draws
         in float64: thin them to a few thousand.
@@ -315,23 +258,25 @@ def chain_paths(params: Tree, *, start: Tree = None, ax: Axes | None = None) -> 
     with _check.called("plots.chain_paths", "Snapshots"):
         given = Snapshots(params, start=start)
     num_chains, draws = given.num_chains, _joined(params, len(given))
-    if not draws.shape[1]:
-        got = f"the shapes {jax.tree.map(np.shape, params)}"
-        _check.fail("plots.chain_paths", "params", "of at least one dimension", _check.cut(got))
-    middle, begins = draws.mean(axis=0), np.empty((num_chains, 0, 2))
-    axes, shares = _principal_axes(draws - middle)
+    middle = draws.mean(axis=0)
+    _, lengths, axes = np.linalg.svd(draws - middle, full_matrices=False)
+    shares = lengths**2 / (np.sum(lengths**2) or 1)
+    # A single dimension has no second axis.
+    missing = 2 - len(axes[:2])
+    axes = np.pad(axes[:2], ((0, missing), (0, 0))).T
     paths = ((draws - middle) @ axes).reshape(num_chains, -1, 2)
     if start is not None:
-        begins = ((_joined(start, num_chains) - middle) @ axes)[:, None]
+        begins = (_joined(start, num_chains) - middle) @ axes
+        paths = np.concatenate([begins[:, None], paths], axis=1)
     ax = _open(ax)
-    for chain in range(num_chains):
-        path, color = np.concatenate([begins[chain], paths[chain]]), _color(chain)
-        label = f"chain {chain}" if num_chains <= len(PALETTE) else None
+    for chain, path in enumerate(paths):
+        color, label = _color(chain), f"chain {chain}" if num_chains <= len(PALETTE) else None
         ax.plot(*path.T, "-", color=color, lw=0.9, alpha=0.6, label=label)
         ax.plot(*path[0], "x", color=color, ms=7, mew=2, zorder=3)
         ax.plot(*path[-1], "o", color=color, ms=7, mec="white", mew=0.8, zorder=3)
     ax.plot([], [], "x", color="0.3", label="first draw" if start is None else "start")
     ax.plot([], [], "o", color="0.3", label="last draw")
+    shares = np.pad(shares[:2], (0, missing))
     first, second = (f"principal axis ({100 * share:.1f} % of variance)" for share in shares)
     ax.set(title="Paths of the chains", xlabel=f"first {first}", ylabel=f"second {second}")
     ax.set_aspect("equal", adjustable="datalim")
@@ -344,28 +289,17 @@ def _joined(tree: Tree, num_points: int) -> np.ndarray:
     return np.concatenate(leaves, axis=1).astype(float)
 
 
-def _principal_axes(centred: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first two principal axes `[column, 2]` and their shares of the variance."""
-    _, lengths, axes = np.linalg.svd(centred, full_matrices=False)
-    shares = lengths**2 / (np.sum(lengths**2) or 1)
-    # A single dimension has no second axis.
-    missing = 2 - len(axes[:2])
-    return np.pad(axes[:2], ((0, missing), (0, 0))).T, np.pad(shares[:2], (0, missing))
-
-
 @_check.arguments("plots.selection", selection=SELECTION, ax=AXES)
 def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
     """Plot the validation score of each candidate at the end of each round.
 
+    Error bars are standard errors of the difference in projected LPPD from the best of the round.
+    The star is the LPPD of all draws of the chosen candidate. A triangle at the bottom stands for a
+    value far below the best of its round, a cross for a candidate that failed.
+
     Args:
         selection: result of `optax_smile.select`.
         ax: where to draw; None makes a new figure.
-
-    Returns:
-        The axes: LPPD of the validation data against steps. A line per candidate ends where it was
-        dropped; error bars are standard errors of the difference in projected LPPD from the best of
-        the round. The star is the LPPD of all draws of the chosen candidate. A marker at the bottom
-        shows values off the scale, far below the best of their round; a cross, that it failed.
     """
     steps, lppd, names = selection.num_steps, selection.lppd, selection.names
     start, final = selection.start_lppd, selection.final_lppd
@@ -385,8 +319,7 @@ def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
         look: Options = {"color": _color(place), "zorder": 2.5 if name == selection.best else 2}
         # Shift candidates so that their error bars do not overlap.
         at = steps * (1 + NEXT_TO * (place - (len(names) - 1) / 2))
-        form = FORMATS[place // len(PALETTE) % len(FORMATS)]
-        ax.errorbar(at[finite], values[finite], error[finite], fmt=form, label=name, **look)
+        ax.errorbar(at[finite], values[finite], error[finite], fmt="o-", label=name, **look)
         for off, marker in (finite & (values < low), "v"), (np.isneginf(values), "x"):
             ax.plot(at[off], 0 * at[off] + low - room, marker, ls="", clip_on=False, **look)
         if name == selection.best:
@@ -411,9 +344,9 @@ def _color(place: int) -> str:
     return PALETTE[place % len(PALETTE)]
 
 
-def _count_curves(ax: Axes, plot: str) -> int:
-    """Count the methods that a plot has drawn on these axes; each curve bears its name."""
-    return sum(line.get_gid() == plot for line in ax.lines)
+def _next_color(ax: Axes) -> str:
+    """Return the colour after those of the curves with a label."""
+    return _color(len(ax.get_legend_handles_labels()[1]))
 
 
 def _count_gradients(ax: Axes):

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check, _disk, _settings, _table, diagnostics, plots
-from optax_smile._types import Options, Tree
+from optax_smile._types import Options
 from optax_smile.draws import _format
 from optax_smile.draws.prediction import Outcome, Prediction, labelled
 from optax_smile.draws.snapshots import StoredSnapshots, load_snapshots
@@ -66,16 +66,14 @@ def write(
     *,
     title: str | None = None,
 ) -> Path:
-    """Write an HTML report of a run: scores, `summary`, plots, settings.
+    """Write an HTML report of a run: scores, `summary`, plots, settings. Returns its path.
+
+    It needs no network. An error leaves an earlier page unchanged.
 
     Args:
         directory: directory of a run, written by `sample(directory=...)` and, optionally, `store`.
         output: the HTML file; None: `report.html` in the directory.
         title: title of the page; None: the name of the sampler.
-
-    Returns:
-        The path of the file. The page is self-contained and needs no network. An error leaves an
-        earlier page unchanged.
 
     Raises:
         ValueError: a directory without a run or without draws; a damaged file.
@@ -128,7 +126,8 @@ def _judgement(run: StoredSnapshots, stored: list[Stored]) -> Iterator[str]:
         yield "<p>These draws are optimizer iterates, not posterior draws: no diagnostics.</p>"
         return
     axes = run.num_chains, run.num_draws
-    of = next((one for one in stored if np.shape(one.each)[:2] == axes), None)
+    by_draw = [one for one in stored if one.prediction.each is not None]
+    of = next((x for x in by_draw if x.prediction.each.log_density.shape[:2] == axes), None)
     summary = diagnostics.summary(run, of and of.prediction)
     mark = f"<span>{len(summary.findings)} found</span>" * bool(summary.findings)
     by = f"the prediction “{of.name}”" if of else "weights: `store` added none of all draws"
@@ -193,12 +192,11 @@ def _settings_of(run: StoredSnapshots) -> Iterator[tuple[str, str]]:
 
 
 class Stored(NamedTuple):
-    """A prediction that `store` stored; `each` is its log density under each draw."""
+    """A prediction that `store` stored."""
 
     name: str
     scores: dict[str, float]
     targets: np.ndarray | None
-    each: Tree
     prediction: Prediction
 
 
@@ -210,7 +208,7 @@ def _read(file: Path) -> Stored:
         fields["each"] = None if each is None else Outcome(kept.get("each_mean"), None, None, each)
         prediction = Prediction(**fields, uncertainty=header["uncertainty"])
         name = file.stem.removeprefix("prediction-")
-        return Stored(name, header["scores"], kept.get("targets"), each, prediction)
+        return Stored(name, header["scores"], kept.get("targets"), prediction)
 
 
 @_check.arguments(

@@ -230,8 +230,8 @@ DEFECTS = r"""
 + if False}
 # parallel.py | test_sampling.py
 = one key for all chains | own_keys
-- keys = jax.random.split(key, chains)
-+ keys = jnp.broadcast_to(key, (chains,))
+- lambda key: jax.random.split(key, chains)
++ lambda key: jnp.broadcast_to(key, (chains,))
 = key is ignored for a single chain | single_chain
 - if key is None and chains == 1:
 + if chains == 1:
@@ -469,8 +469,8 @@ DEFECTS = r"""
 + Potential(number, max(precisions), 1.0)
 # local/precision.py | test_local.py
 = local: excess on one side alone | no_minimum
-- "excess": (loss + losses(mirrored)) / 2 - start_loss,
-+ "excess": loss - start_loss,
+- excess = (loss + losses(mirrored)) / 2 - start_loss
++ excess = loss - start_loss
 # samplers/_microcanonical.py | test_contract.py
 = schedule counts calls instead of steps | given_step_size
 - _tree.count(state.num_steps, end.opens_step)
@@ -489,8 +489,8 @@ DEFECTS = r"""
 - 
 # draws/_format.py | test_snapshots.py
 = a draw with a gap between its files counts as whole | gap
-- stop = max(stop, part.last + 1) if part.first <= stop else stop
-+ stop = max(stop, part.last + 1)
+- return len(chains) == num_chains
++ return max(chains) == num_chains - 1
 # diagnostics/findings.py | test_diagnostics.py
 = trend compares with the first tenth | figures_of_a_trace
 - second = sizes[:, tenth : 2 * tenth] if

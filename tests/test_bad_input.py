@@ -249,7 +249,8 @@ MESSAGES: list[tuple[Any, str]] = [
     ),
     (
         lambda: build("sgld", key=None),
-        "`sgld(key=...)` must be a JAX key or an integer seed, got None. Pass `key=0`.",
+        "`sgld(key=...)` must be a single JAX key, such as jax.random.key(0), or an integer seed"
+        " from 0 to 2**32 - 1, got None.",
     ),
     (
         lambda: psmile(1e-3, tuner=optax_smile.angle_tuner(), num_data=9, key=0),

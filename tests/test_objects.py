@@ -141,6 +141,7 @@ def test_objects_with_arrays_are_compared_and_hashed_by_identity(stored):
         if path.rpartition(".")[0] in rooms and path.rpartition(".")[2] not in WITHOUT_ARRAYS
     ]
     pairs: list[Any] = [(stored, optax_smile.load_snapshots(stored.directory))]
+    pairs.append([optax_smile.Snapshots(PARAMS) for _ in range(2)])
     for kind in filter(inspect.isclass, kinds):
         if fields := getattr(kind, "_fields", ()):
             pairs.append([kind(*[np.ones(3)] * len(fields)) for _ in range(2)])

@@ -322,7 +322,11 @@ class Draws(list):
 
 MISFITS = (
     ("snapshots", [], "at least one parameter tree, got none"),
-    ("snapshots", with_nan((2, 7), (0, 9)), "finite, got nan or inf from chain 2, draw 7. Leave"),
+    (
+        "snapshots",
+        with_nan((2, 7), (0, 9)),
+        "got nan, inf or a variance < 0 from chain 2, draw 7. Leave",
+    ),
     ("snapshots", [*ONE, ONE[0] | {"w": WEIGHTS[0, 0, :2]}], r"the first one \(this is snapshot"),
     ("snapshots", ONE[0], "an iterable of parameter trees, got a dict. Make them with"),
     ("targets", LABELS + 1, "classes from 0 to 4, got 1 to 5"),
@@ -347,7 +351,6 @@ OUTPUTS: Any = (
         TARGETS,
         "and broadcasts to it, got the shapes",
     ),
-    ("gaussian", lambda x: (x[:, 0], 1j), TARGETS, "real predictions, got complex64"),
     ("gaussian", lambda x: x[:2], TARGETS, r"a pair \(mean, log_std\) for 'gaussian'"),
     ("gaussian", lambda x: (x[:, 0], 0.0), np.where(LABELS == 2, np.nan, 1), "finite, got nan"),
     ("bernoulli", lambda x: x, LABELS % 2, r"of the mean, \(30, 3\), got \(30,\)"),

@@ -1,7 +1,7 @@
 """Can these chains be trusted? `summary` judges a whole run; `to_arviz` hands it to ArviZ.
 
-They need ArviZ (`pip install 'optax-smile[diagnostics]'`). A single statistic, such as R-hat or an
-effective sample size, is a function of ArviZ on the result of `to_arviz`.
+They need ArviZ (`pip install 'optax-smile[diagnostics]'`). For a single statistic, such as R-hat,
+call ArviZ on the result of `to_arviz`.
 
 Chains of networks need not agree in their weights, which can be permuted, nor in their predictions
 if the posterior has many modes. So each chain is first judged on its own.

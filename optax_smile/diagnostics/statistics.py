@@ -27,7 +27,7 @@ class Posterior(_check.Constraint):
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         """Check draws, see `_check.Constraint`."""
-        if not isinstance(value, (Snapshots, StoredSnapshots)):
+        if not isinstance(value, Snapshots):
             advice = "Make one with `Snapshots` or `Snapshots.from_members`."
             _check.fail(where, argument, self.text, _check.show(value), advice)
         if not value.num_draws:
@@ -40,11 +40,7 @@ class Posterior(_check.Constraint):
 
 
 def rhat(values: np.ndarray) -> np.ndarray:
-    """Compare chains `[chain, draw, ...]` with each other: R-hat of Vehtari et al. 2021, `[...]`.
-
-    It is the ratio of the standard deviations over all draws and within half chains, for ranks of
-    the values or of their distances from the median; the larger of both. NaN where nothing moves.
-    """
+    """R-hat (Vehtari et al. 2021) of chains `[chain, draw, ...]`; NaN where nothing moves."""
     return _by_arviz("rhat", values)
 
 
@@ -74,8 +70,7 @@ def mcse_lppd(log_likelihood: np.ndarray) -> float:
 
         sum_i (error of p_i) / p_i / n = sum_s (z_s - 1) / S,  z_s = sum_i (L_si / p_i) / n,
 
-    so its standard error is that of the average of z: std(z) / sqrt(ESS of z). If a few draws
-    dominate the average of an input, the error is underestimated.
+    that of the average of z. If few draws dominate the average, the error is underestimated.
     """
     average = log_mean_exp(log_likelihood, (0, 1))
     z = np.exp(log_likelihood - average).mean(axis=2)
@@ -92,18 +87,12 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
 
     Returns:
         `InferenceData` of ArviZ 0.x, or `DataTree` of ArviZ 1.x. The group `posterior` has a
-        variable per leaf, named by its path (`layer.w`), with an underscore appended if that is the
-        name of an axis (`chain_`); bfloat16 becomes float32. `sample_stats` has the trace of the
-        draws; `energy_change` is called `energy_error`, as in ArviZ. `log_likelihood` has `target`.
+        variable per leaf, named by its path (`layer.w`; `chain_` if that is the name of an axis).
+        `sample_stats` has the trace of the draws, with `energy_change` as `energy_error`.
+        `log_likelihood` has `target`.
 
     Raises:
         ValueError, ImportError: as `summary`.
-
-    Example:
-        >>> import numpy as np, optax_smile
-        >>> draws = optax_smile.Snapshots({"layer": {"w": np.zeros((2, 5, 3))}})
-        >>> list(optax_smile.diagnostics.to_arviz(draws).posterior.data_vars)
-        ['layer.w']
     """
     arviz = _import_arviz()
     leaves = jax.tree_util.tree_leaves_with_path(snapshots.params)

@@ -51,8 +51,8 @@ class Summary:
         nominal_rate: this rate for a perfect fit with the given `reject_quantile`, or NaN.
         num_nonfinite: number of gradients or values that were not finite, `[chain]`.
         temperature: temperature of the posterior, 1 for Bayes, `[chain]`.
-        copy_of: the first chain with equal draws, bit for bit, `[chain]`; its own number if there
-            is none before it. Copies count once in `rhat_across`, `ess` and `mcse`.
+        copy_of: the first chain with equal draws, bit for bit, `[chain]`. Copies count once in
+            `rhat_across`, `ess` and `mcse`.
         rhat_within: R-hat of the quarters of single predictions or weights, `[chain, point]`.
         rhat_across, ess: R-hat and effective sample size of all chains for single predictions,
             `[point]`; empty without them.
@@ -98,15 +98,11 @@ class Summary:
         if not np.all(np.isnan(rhats)):
             within, across = (_figure(rhat, ".2f") for rhat in rhats)
             rows["R-hat"] = f"median {within} within chains, {across} across"
-        judgement = [line for line in self._judgement() if line]
-        shown = judgement[:MOST_SHOWN]
-        for number, line in enumerate(shown, 1):
-            line = textwrap.shorten(line.splitlines()[0], LONGEST_SHOWN, placeholder=" ...")
-            rows[f"finding {number}" if self.findings else "findings"] = line
+        for number, line in enumerate(self._judgement()[:MOST_SHOWN], 1):
+            head = f"finding {number}" if self.findings else "findings"
+            rows[head] = textwrap.shorten(line.splitlines()[0], LONGEST_SHOWN, placeholder=" ...")
         if self.findings:
-            more = _table.counted(len(judgement) - len(shown), "more finding")
-            more = f"{more}, and " * (judgement != shown)
-            rows["print it"] = f"for {more}advice"
+            rows["print it"] = "for all findings and advice"
         return _table.described(title, rows)
 
     def _columns(self) -> dict[str, list[str]]:
@@ -209,17 +205,16 @@ def summary(
     max_inputs: int = 200,
     seed: int = 0,
 ) -> Summary:
-    """Check a whole run: what looks wrong, and what to try.
+    """Check a whole run: what looks wrong, and what to try. Print the result.
 
     - copies: chains have equal draws or use equal random numbers.
-    - altered: something changed the updates before they reached the parameters, or the state of
-      the sampler was initialized again.
+    - altered: updates were changed, or the state of the sampler was initialized again.
     - not finite: in every chain, more than 1 % of the gradients or losses are not finite.
     - diverged: a chain has very large parameters, or predicts far worse than other chains or its
       own first draws; or more than 1 % of its gradients or losses are not finite.
     - frozen: a chain hardly moves.
     - still on its way: the energy of a chain is still decreasing.
-    - not settled: the predictions of a chain still drift; without a `prediction`, its weights.
+    - not settled: the predictions (without a `prediction`, the weights) of a chain still drift.
     - slow: a chain has few independent draws.
     - different modes: groups of chains predict differently at many inputs.
     - chains differ: there are no such groups, but R-hat across chains is high at many inputs.
@@ -231,24 +226,18 @@ def summary(
     predictions agree, and "slow", "different modes" and "chains differ" are not checked.
 
     Args:
-        snapshots: result of `sample`, `load_snapshots` or `Snapshots.from_draws`. For weights
-            without a sampler, such as a deep ensemble, few checks can be made.
-        prediction: result of `predict(..., per="draw", targets=...)` for the same draws, on test or
-            training data. Of several outputs per input, the one with the largest variance over the
-            draws counts.
+        snapshots: result of `sample`, `load_snapshots` or `Snapshots.from_draws`.
+        prediction: result of `predict(..., per="draw", targets=...)` for the same draws. Of several
+            outputs per input, the one with the largest variance over the draws counts.
         max_inputs: largest number of randomly chosen inputs (without a prediction: of weights) for
             R-hat and ESS, >= 1.
         seed: seed of this choice, >= 0.
 
-    Returns:
-        A `Summary`: print it.
-
     Raises:
-        ValueError: there are no draws, or they are iterates of an optimizer or were chosen by their
-            indices; the prediction has no single draws or targets, or is of other numbers of draws;
-            NaN.
+        ValueError: no draws, iterates of an optimizer or draws chosen by their indices; a
+            prediction without single draws or targets, or of other numbers of draws; NaN.
         ImportError: ArviZ is not installed. R-hat and ESS need at least 8 draws per chain, or 4
-            with a `prediction`; with fewer draws, ArviZ is not imported.
+            with a `prediction`.
 
     Cost: about a millisecond per chain and chosen input, and one pass over the draws. At most two
     draws of each chain are in memory.

@@ -1,15 +1,11 @@
 """Constraints of the arguments of draws and predictions."""
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import jax
 import jax.core
 import numpy as np
 
 from optax_smile import _check, _tree
-from optax_smile._types import Batch
 from optax_smile.draws import likelihoods
 from optax_smile.draws.prediction import Prediction
 
@@ -18,10 +14,8 @@ PREDICTION = _check.kind(Prediction, "what `predict` returned")
 
 def is_list(value: object) -> bool:
     """Whether a value is a list or another iterable, but no dict, named tuple or text."""
-    if hasattr(value, "_fields"):
-        return False
-    kinds = Mapping, str, bytes, os.PathLike, type, jax.core.Tracer
-    return hasattr(value, "__iter__") and np.iterable(value) and not isinstance(value, kinds)
+    is_tree = hasattr(value, "_fields") or isinstance(value, jax.core.Tracer)
+    return bool(_check.BATCHES.holds(value)) and not is_tree
 
 
 SNAPSHOTS = _check.Where(
@@ -77,11 +71,6 @@ INPUTS_AND_TARGETS = _check.Where(
     "a pair of inputs and targets",
     lambda value: isinstance(value, (tuple, list)) and len(value) == 2 and value[1] is not None,
 )
-
-
-def num_inputs(inputs: Batch) -> int:
-    """Return the length of arrays `[input, ...]`."""
-    return np.shape(jax.tree.leaves(inputs)[0])[0]
 
 
 def log_density_of(where: str, axes: tuple[int, int], prediction: Prediction) -> np.ndarray:

@@ -134,21 +134,23 @@ def find(directory: Path, num_chains: int) -> dict[int | str, list[Block]]:
                 found.setdefault(draw, []).append(block)
 
     def is_whole(parts: list[Block]) -> bool:
-        stop = 0
-        for part in sorted(parts, key=lambda part: part.first):
-            stop = max(stop, part.last + 1) if part.first <= stop else stop
-        return stop == num_chains
+        chains = set().union(*(range(part.first, part.last + 1) for part in parts))
+        return len(chains) == num_chains
 
     return {draw: parts for draw, parts in found.items() if is_whole(parts)}
 
 
 def find_draws(directory: Path, manifest: Json) -> list[list[Block]]:
     """Return the files of all draws; an error if some before the newest checkpoint are missing."""
-    # Before the files are listed, as a run may write more meanwhile.
-    least = _num_checkpointed(directory)
+    number = 0
+    # Before the draws are listed, as a run may write more meanwhile. A damaged checkpoint leaves
+    # the draws readable.
+    for files in [*find_checkpoints(directory).values()][-1:]:
+        with contextlib.suppress(ValueError), _disk.naming(files[0]):
+            number = int(_disk.read(files[0], only_header=True)[0]["place"].get("num_kept", 0))
     found = find(directory, manifest["num_chains"])
     found.pop(START, None)
-    number = max([least, *(x + 1 for x in found if isinstance(x, int))])
+    number = max([number, *(x + 1 for x in found if isinstance(x, int))])
     if len(found) < number:
         missing = next(x for x in range(number) if x not in found)
         rule = f"a directory with the files of all its {number} draws"
@@ -165,16 +167,6 @@ def find_checkpoints(directory: Path) -> dict[int, list[Path]]:
             found.setdefault((int(match[1]), int(match[3])), []).append(path)
     whole = ((number, x) for (number, parts), x in sorted(found.items()) if len(x) == parts)
     return dict(whole)
-
-
-def _num_checkpointed(directory: Path) -> int:
-    """Return the number of draws before the newest checkpoint; 0 if it is unknown."""
-    # A damaged checkpoint leaves the draws readable.
-    with contextlib.suppress(ValueError):
-        for files in [*find_checkpoints(directory).values()][-1:]:
-            with _disk.naming(files[0]):
-                return int(_disk.read(files[0], only_header=True)[0]["place"].get("num_kept", 0))
-    return 0
 
 
 def read_header(block: Block) -> Json:
@@ -217,15 +209,6 @@ def read_chains(blocks: list[Block], leaves: list[Leaf], num_chains: int) -> lis
         for whole, leaf in zip(read, leaves, strict=True):
             whole[rows] = arrays[leaf.name]
     return read
-
-
-def read_start(directory: Path, leaves: list[Leaf], num_chains: int) -> list[np.ndarray]:
-    """Read the leaves before the first step, `[chain, ...]`."""
-    blocks = find(directory, num_chains).get(START)
-    if not blocks:
-        rule, got = "a directory with the start of its run", f"{directory} without start.*"
-        _check.fail("load_snapshots", "directory", rule, got, "Restore it: draws stay readable.")
-    return read_chains(blocks, leaves, num_chains)
 
 
 class DrawFiles:

@@ -39,22 +39,19 @@ class Likelihood(NamedTuple):
             the shape of the mean. The uncertainty is then split by variance instead.
         check: `check(outputs, targets)` gets the shapes and dtypes of the outputs, and targets or
             None, and raises a ValueError if they do not match.
-        has_target: `has_target(targets)`, False where an entry of the log density has no target,
-            such as for padding. `predict` returns NaN there, and no score counts it. None: every
-            entry has one.
+        has_target: `has_target(targets)`, False for padding: there the log density is NaN, and no
+            score counts it. None: every entry has a target.
 
     Example:
-        >>> import jax, optax_smile
-        >>> poisson = optax_smile.Likelihood(
-        ...     mean=jax.numpy.exp,
-        ...     log_density=lambda log_rate, count: jax.scipy.stats.poisson.logpmf(
-        ...         count, jax.numpy.exp(log_rate)
-        ...     ),
-        ...     variance=jax.numpy.exp,
+        >>> import jax.numpy as jnp, optax_smile
+        >>> from jax.scipy.stats import poisson
+        >>> likelihood = optax_smile.Likelihood(
+        ...     mean=jnp.exp,
+        ...     log_density=lambda log_rate, count: poisson.logpmf(count, jnp.exp(log_rate)),
+        ...     variance=jnp.exp,
         ... )
-        >>> optax_smile.predict(
-        ...     lambda params, x: x * params, [0.0], jax.numpy.ones(2), likelihood=poisson
-        ... ).mean.tolist()
+        >>> apply_fn = lambda params, x: x * params
+        >>> optax_smile.predict(apply_fn, [0.0], jnp.ones(2), likelihood=likelihood).mean.tolist()
         [1.0, 1.0]
     """
 

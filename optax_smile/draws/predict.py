@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Literal, NamedTuple, TypeVar, cast
@@ -26,18 +27,8 @@ Apply = Callable[[Tree, Batch], Output]
 EntropyOf = Callable[[Tree], jax.Array] | None
 Value = TypeVar("Value")
 
-# Constraints of the arguments of both `predict` and `Predictor`.
-READ: dict[str, _check.Constraint] = {
-    "apply_fn": _check.Function("(params, inputs)"),
-    "inputs": _checks.Inputs(),
-    "likelihood": _checks.Reading(),
-    "targets": _checks.Targets(),
-    "batch_size": _check.Whole(1) | None,
-    "per": _check.OneOf(Per) | None,
-}
 
-
-@_check.arguments(snapshots=_checks.SNAPSHOTS, **READ)
+@_check.arguments(snapshots=_checks.SNAPSHOTS)
 @_check.on_host
 def predict(
     apply_fn: Apply,
@@ -65,37 +56,31 @@ def predict(
         apply_fn: `apply_fn(params, inputs)` returns the outputs of one model for the inputs.
         snapshots: parameter trees: the result of `sample`, `Snapshots.from_members(members)` for a
             deep ensemble, or another iterable, such as a generator. It is iterated over once.
-        inputs: argument of `apply_fn`, finite arrays `[input, ...]`, or data frames or tensors on
-            the host, which become arrays. They stay on the device during the call.
+        inputs: finite arrays `[input, ...]`, or data frames or tensors on the host, which become
+            arrays. They stay on the device during the call.
         likelihood: how to interpret the outputs and the targets:
 
             - `"categorical"`: logits `[input, class]`, labels `[input]`.
             - `"bernoulli"`: logits `[input, ...]`, targets 0 or 1 of the same shape.
-            - `"gaussian"`: a pair of mean `[input, ...]` and log standard deviation; targets of the
-              shape of the mean. The log standard deviation is a scalar, such as a sampled
-              parameter, or an array with the same number of axes as the mean that broadcasts to
-              the shape of the mean.
+            - `"gaussian"`: a pair of mean `[input, ...]` and log standard deviation, a scalar or
+              an array with the axes of the mean that broadcasts to it; targets of the shape of the
+              mean.
             - `"tokens"`: logits `[input, token, class]`, labels `[input, token]`, -1 for padding.
             - your own `Likelihood`.
         targets: observed values, `[input, ...]`, at least one that is not padding.
         batch_size: inputs to run at once, >= 1; None: all.
-        per: `"draw"`: also return the prediction of each snapshot, arrays
-            `[chain, draw, input, ...]`; `"chain"`: also return the average over the draws of each
-            chain, `[chain, input, ...]`. The result is in the attribute `each`, in host memory.
+        per: also return, as `each`, the prediction of each snapshot (`"draw"`), arrays
+            `[chain, draw, input, ...]`, or the average over the draws of each chain (`"chain"`),
+            `[chain, input, ...]`, in host memory.
         mesh: devices. The axis `"chain"` runs snapshots in parallel, the axis `"data"` shards the
             inputs. None: JAX's default device.
-        specs: how the parameters of a snapshot are sharded: a tree of the structure of one
-            snapshot, with a `jax.P` for each array. Only mesh axes other than `"chain"` and
-            `"data"` may occur. None: not sharded.
-
-    Returns:
-        A `Prediction`.
+        specs: how the parameters of a snapshot are sharded over other axes of the mesh: a tree of
+            `jax.P` like a snapshot. None: not sharded.
 
     Raises:
-        ValueError: an argument is out of range; there are no snapshots, or they are of different
-            models; predictions are not finite or have a negative variance (the message names the
-            snapshot); the likelihood does not fit the outputs, or the targets do not fit the
-            likelihood.
+        ValueError: no snapshots, or snapshots of different models; predictions that are not finite
+            or have a negative variance (the message names the snapshot); outputs, likelihood and
+            targets that do not fit together.
 
     Warns:
         UserWarning: the outputs look like probabilities where logits belong.
@@ -106,11 +91,8 @@ def predict(
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
-        >>> apply_fn = lambda params, x: x @ params
-        >>> prediction = optax_smile.predict(
-        ...     apply_fn, [jnp.eye(2), -jnp.eye(2)], jnp.eye(2), likelihood="categorical"
-        ... )
-        >>> prediction.mean.tolist()
+        >>> apply_fn, draws = (lambda params, x: x @ params), [jnp.eye(2), -jnp.eye(2)]
+        >>> optax_smile.predict(apply_fn, draws, jnp.eye(2), likelihood="categorical").mean.tolist()
         [[0.5, 0.5], [0.5, 0.5]]
 
     Source: entropy and mutual information: Depeweg et al. 2018.
@@ -141,16 +123,24 @@ class Predictor:
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
-        >>> predictor = optax_smile.Predictor(
-        ...     lambda params, x: x @ params, jnp.eye(2), likelihood="categorical"
-        ... )
+        >>> apply_fn = lambda params, x: x @ params
+        >>> predictor = optax_smile.Predictor(apply_fn, jnp.eye(2), likelihood="categorical")
         >>> predictor.update(jnp.eye(2))
         >>> predictor.update(-jnp.eye(2))
         >>> predictor.finalize().mean.tolist()
         [[0.5, 0.5], [0.5, 0.5]]
     """
 
-    @_check.arguments("Predictor", **READ, num_chains=_check.Whole(1) | None)
+    @_check.arguments(
+        "Predictor",
+        apply_fn=_check.Function("(params, inputs)"),
+        inputs=_checks.Inputs(),
+        likelihood=_checks.Reading(),
+        targets=_checks.Targets(),
+        batch_size=_check.Whole(1) | None,
+        num_chains=_check.Whole(1) | None,
+        per=_check.OneOf(Per) | None,
+    )
     def __init__(
         self,
         apply_fn: Apply,
@@ -168,7 +158,7 @@ class Predictor:
             rule = "None for snapshots without `num_chains`"
             remedy = "Make `Snapshots.from_draws(snapshots)`, or pass `num_chains` to `Predictor`."
             _check.fail("Predictor", "per", rule, repr(per), remedy)
-        self.num_inputs = _checks.num_inputs(inputs)
+        self.num_inputs = len(jax.tree.leaves(inputs)[0])
         parallel.check_mesh("Predictor", mesh, num_chains if per == "chain" and num_chains else 0)
         self.apply_fn, self.targets = apply_fn, targets
         self.likelihood = cast(Likelihood, likelihood)
@@ -177,28 +167,26 @@ class Predictor:
         self._num_groups = cast(int, num_chains) // self._rows if per == "chain" else 1
         # Snapshot n runs on row n % rows of the devices and is averaged there in group
         # (n // rows) % num_groups. With `per="chain"` each chain has its own row and group.
-        self._batches = [
-            jax.tree.map(jnp.asarray, parallel.place_batch(batch, mesh=mesh))
-            for batch in batches_of((inputs, targets), batch_size or self.num_inputs)
-        ]
+        self._batches = []
+        size = batch_size or self.num_inputs
+        for rows in (slice(at, at + size) for at in range(0, self.num_inputs, size)):
+            batch = jax.tree.map(operator.itemgetter(rows), (inputs, targets))
+            placed = parallel.place_batch(batch, mesh=mesh)
+            self._batches.append(jax.tree.map(jnp.asarray, placed))
         self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._has_target: np.ndarray | None = None
-        self.count: int = 0
         self._first: Tree = None
-        self._waiting: list[Tree] = []
-        self._averages: list[list[Average]] = []
-        self._draws: list[Outcome] = []
         # By the number of inputs of a batch.
         self._adds: dict[int, Callable] = {}
+        self.restart()
 
     @_check.arguments("Predictor.update", params=_check.Tree())
     @_check.on_host
     def update(self, params: optax.Params) -> None:
-        """Add one snapshot, a parameter tree.
+        """Add one snapshot, a parameter tree like the first one.
 
         Raises:
-            ValueError: a tree unlike the first one, or outputs that do not match the likelihood or
-                the targets.
+            ValueError: another tree, or outputs that do not fit the likelihood or the targets.
         """
         if self._first is None:
             self._first = jax.eval_shape(lambda x: x, params)
@@ -213,8 +201,10 @@ class Predictor:
 
     def restart(self) -> None:
         """Discard all snapshots, but keep the compiled programs."""
-        self.count = 0
-        self._waiting, self._averages, self._draws = [], [], []
+        self.count: int = 0
+        self._waiting: list[Tree] = []
+        self._averages: list[list[Average]] = []
+        self._draws: list[Outcome] = []
 
     @_check.on_host
     def finalize(self) -> Prediction:
@@ -237,11 +227,8 @@ class Predictor:
         ]
         for *_, invalid, _ in batches:
             if invalid >= 0:
-                has_variance = self.likelihood.variance is not None
-                rule = "snapshots whose predictions are finite"
-                rule += " and whose variances are >= 0" * has_variance
-                wrong = "nan, inf or a variance < 0" if has_variance else "nan or inf"
-                got = f"{wrong} from {self._name(int(invalid))}"
+                rule = "snapshots whose predictions are finite, with variances >= 0"
+                got = f"nan, inf or a variance < 0 from {self._name(int(invalid))}"
                 remedy = "Leave that snapshot, or its chain, out."
                 _check.fail("Predictor.update", "params", rule, got, remedy)
         averages, chains, _, forms = zip(*batches, strict=True)
@@ -268,11 +255,8 @@ class Predictor:
         if read.log_density is None and self.targets is not None:
             rule = "a `Likelihood` with a `log_density` for the targets"
             _check.fail("Predictor", "likelihood", rule, "one without `log_density`")
-
-        def of_all_inputs(x):
-            return jax.ShapeDtypeStruct((self.num_inputs, *x.shape[1:]), x.dtype)
-
-        batch = jax.tree.map(of_all_inputs, batch)
+        whole = self.num_inputs
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((whole, *x.shape[1:]), x.dtype), batch)
         shapes, traced = jax.tree.map(np.shape, batch[0]), partial(_check.traced, "Predictor")
         rule = "a function of a snapshot and the inputs"
         advice = f"It was called with inputs of the shapes {_check.cut(shapes)}."
@@ -286,8 +270,6 @@ class Predictor:
             rule = f"one whose variance has the shape {shapes[0]} of its mean"
             _check.fail("Predictor", "likelihood", rule, shapes[1])
         for leaf in jax.tree.leaves(outcome):
-            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-                _check.fail("Predictor", "apply_fn", "one with real predictions", leaf.dtype)
             if leaf.shape[:1] != (self.num_inputs,):
                 rule = f"one that returns arrays [input, ...] of {self.num_inputs} inputs"
                 _check.fail("Predictor", "likelihood", rule, f"shape {leaf.shape}")
@@ -313,13 +295,13 @@ class Predictor:
 
     def _compile(self, average: Average) -> Callable:
         """Compile the function that adds a row of snapshots to their averages in place."""
-        own = jax.tree.map(lambda x: x.sharding, average)
 
         def add(average, params, number, batch):
             outcome, form = self._outcome(params, batch)
             average = average.add(outcome, form, number)
             return average, outcome if self.per == "draw" else None
 
+        own = jax.tree.map(lambda x: x.sharding, average)
         over_rows = parallel.over_chains(add, mesh=self.mesh, in_axes=(0, 0, 0, None))
         return jax.jit(over_rows, donate_argnums=0, out_shardings=(own, self._everywhere))
 
@@ -379,7 +361,7 @@ class Predictor:
         group = first // self._rows % self._num_groups
         outcomes = []
         for groups, batch in zip(self._averages, self._batches, strict=True):
-            if (size := _checks.num_inputs(batch)) not in self._adds:
+            if (size := len(jax.tree.leaves(batch)[0])) not in self._adds:
                 self._adds[size] = self._compile(groups[group])
             result = self._adds[size](groups[group], params, numbers, batch)
             groups[group], outcome = self._settled(result)
@@ -413,14 +395,6 @@ def _in_full_precision(x: ArrayLike) -> jax.Array:
     """Cast half-precision numbers to float32."""
     x, is_exact = jnp.asarray(x), not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
     return x if is_exact else x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def batches_of(tree: Value, size: int) -> list[Value]:
-    """Split arrays `[input, ...]` into batches."""
-    num_inputs = len(jax.tree.leaves(tree)[0])
-    return [
-        jax.tree.map(lambda x, at=at: x[at : at + size], tree) for at in range(0, num_inputs, size)
-    ]
 
 
 class Average(NamedTuple):

@@ -45,12 +45,10 @@ class Prediction(NamedTuple):
         total: uncertainty of the prediction, `[input, ...]`: entropy in nats for class
             probabilities, else variance. None if the likelihood defines neither.
         aleatoric: average uncertainty of a single snapshot, due to noise in the data.
-        epistemic: total minus aleatoric, at least 0, which more data would reduce: the mutual
-            information of target and parameters, or the variance of the snapshots' means.
+        epistemic: total minus aleatoric, at least 0, which more data would reduce.
         uncertainty: kind of the uncertainties: `"entropy"`, `"variance"`, or None.
         each: with `per`, an `optax_smile.Outcome` of single draws, arrays
-            `[chain, draw, input, ...]`, or of the averages of single chains, `[chain, input, ...]`;
-            its uncertainties are those of a draw, or the total ones of a chain.
+            `[chain, draw, input, ...]`, or of the averages of single chains, `[chain, input, ...]`.
     """
 
     mean: Tree

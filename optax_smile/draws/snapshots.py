@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import abc
 import copy
-import dataclasses
 import functools
 import itertools
 import math
@@ -36,27 +34,111 @@ DENSITIES = _check.Array(
 )
 
 
-class Draws(abc.ABC):
-    """A sequence of parameter trees: the first draw of every chain, then the second, ..."""
+class Snapshots:
+    """Draws of several chains: a sequence of parameter trees, ordered draw by draw.
+
+    `draws[i]` is draw `i // num_chains` of chain `i % num_chains`. A slice is a list of trees,
+    which `predict` accepts. For all draws of a chain, index `params`. A list of integers, such as
+    `choose` returns, makes `Snapshots` of these draws in one chain, which `summary` and `to_arviz`
+    refuse, since it is no sample of the posterior.
+
+    Attributes:
+        params: tree of NumPy arrays, each `[chain, draw, ...]`.
+        num_chains, num_draws: lengths of their first two axes.
+        trace: results of `optax_smile.stats`, arrays `[chain, tick]`. From `sample` every `thin`
+            steps, warm-up included: the draws are the last ticks (of those with `is_draw`). From
+            `from_draws` and `recorded` only at the draws. Empty if unknown.
+        settings: name and arguments of the sampler; None if unknown. `"is_posterior": False` marks
+            draws of an optimizer, or chosen by indices.
+        start: initial parameters of the chains, a tree of arrays `[chain, ...]`; None if unknown.
+        interrupted: `"SIGINT"` or `"SIGTERM"` if this signal ended `sample`; else None.
+
+    Example:
+        >>> import numpy as np, optax_smile
+        >>> draws = optax_smile.Snapshots({"w": np.arange(30.0).reshape(2, 5, 3)})
+        >>> len(draws), draws[-1]["w"], len(draws[4:6])
+        (10, array([27., 28., 29.]), 2)
+        >>> draws
+        Snapshots: 2 chains of 5 draws
+          size    3 numbers per draw, 240 bytes in total
+          arrays  w float64[3]
+    """
 
     num_chains: int
     num_draws: int
-    params: Tree
-    trace: Trace
-    settings: Settings | None
+    start: Tree
     interrupted: str | None = None
-    # The arrays of one draw of one chain, and the `PyTreeDef` of its tree; None if it is unknown.
-    _leaves: list[_format.Leaf]
-    _structure: Tree
-    _flat: bool = False
 
-    @abc.abstractmethod
-    def _read(self, draw: int) -> list[np.ndarray]:
-        """Return the leaves of a draw, `[chain, ...]`."""
+    @_check.arguments(
+        "Snapshots",
+        params=_check.Tree(axes="[chain, draw, ...]", keys=False),
+        trace=_check.kind(Mapping, "a dict of arrays [chain, tick]"),
+        settings=_check.kind(Mapping, "a dict") | None,
+        start=_check.Tree(),
+    )
+    def __init__(
+        self,
+        params: Tree,
+        trace: Trace = _check.NOTHING,
+        settings: Settings | None = None,
+        start: Tree = None,
+    ):
+        if start is not None:
+            first = jax.eval_shape(lambda: jax.tree.map(lambda x: x[:, 0], params))
+            _tree.check_alike("Snapshots", "start", start, first, "a draw of `params`")
+        self.params, self.trace, self.settings, self.start = params, dict(trace), settings, start
+        self.num_chains, self.num_draws = jax.tree.leaves(params)[0].shape[:2]
+        self._leaves = _format.leaves_of(params, axes=2)
+        self._structure = jax.tree.structure(params)
 
-    @abc.abstractmethod
-    def _place(self) -> dict[str, str]:
-        """Describe, for `repr`, where the draws are and what is known about them."""
+    @staticmethod
+    @_check.arguments(
+        "Snapshots.from_members", params=_check.Tree(axes="[member, ...]", keys=False)
+    )
+    def from_members(params: optax.Params) -> Snapshots:
+        """Make snapshots of members `[member, ...]` of `warmstart`, each a chain of one draw."""
+        return Snapshots(jax.tree.map(lambda x: np.asarray(x)[:, None], params))
+
+    @staticmethod
+    @_check.arguments("Snapshots.from_draws", num_chains=_check.Whole(1) | None)
+    def from_draws(
+        draws: Tree, trace: Tree | None = None, *, num_chains: int | None = None
+    ) -> Snapshots:
+        """Make snapshots of copies of the draws that a loop of your own collected.
+
+        Args:
+            draws: a list of parameter trees, such as `last_accepted(state, params)`; or a tree,
+                not a list, of arrays `[draw, ...]`, as `jax.lax.scan` returns.
+            trace: `stats(state)` at each draw, in the same form. None: unknown.
+            num_chains: number of chains, >= 1, if the arrays of each draw have a chain axis
+                `[chain, ...]`, as in a loop with `jax.vmap`. None: one chain, without that axis.
+
+        Raises:
+            ValueError: no draws; a draw that is not finite or unlike the first (the message names
+                it); a trace of other draws.
+
+        Example:
+            >>> draws = Snapshots.from_draws([{"w": np.ones(3)}, {"w": np.zeros(3)}])
+            >>> draws.num_chains, draws.num_draws, draws.params["w"].shape
+            (1, 2, (1, 2, 3))
+        """
+        where = "Snapshots.from_draws"
+        params = _stacked(where, "draws", draws, num_chains)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if len(wrong := np.argwhere(~np.isfinite(leaf))):
+                at = f"{jax.tree_util.keystr(path) or 'the only leaf'} of chain {wrong[0][0]}"
+                _check.fail(where, f"draws[{wrong[0][1]}]", "finite", f"nan or inf at {at}")
+        if trace is None:
+            return Snapshots(params)
+        stats, axes = _stacked(where, "trace", trace, num_chains), leaf.shape[:2]
+        shapes = {x.shape for x in jax.tree.leaves(stats)}
+        is_whole = hasattr(stats, "_asdict") and shapes == {axes}
+        if not is_whole or not np.all(getattr(stats, "is_draw", True)):
+            rule = f"`stats(state)` of each draw, with `is_draw`, of shape {axes} in all"
+            _check.fail(where, "trace", rule, f"the shapes {sorted(shapes)}")
+        if hasattr(stats, "noise_id"):
+            _trace.warn_of_equal_keys(where, stats.noise_id)
+        return Snapshots(params, stats._asdict())
 
     def __len__(self) -> int:
         return self.num_chains * self.num_draws
@@ -101,11 +183,7 @@ class Draws(abc.ABC):
                 yield self._tree([x[number % self.num_chains] for x in leaves])
 
     def _tree(self, leaves: Sequence[np.ndarray]) -> Tree:
-        if self._flat:
-            return {leaf.name: x for leaf, x in zip(self._leaves, leaves, strict=True)}
-        if self._structure is not None:
-            return jax.tree.unflatten(self._structure, leaves)
-        return _nest([(leaf.path, x) for leaf, x in zip(self._leaves, leaves, strict=True)])
+        return jax.tree.unflatten(self._structure, leaves)
 
     def __repr__(self) -> str:
         chains, leaves = _table.counted(self.num_chains, "chain"), self._leaves
@@ -129,9 +207,9 @@ class Draws(abc.ABC):
     def choose(self, log_density: ArrayLike, number: int) -> np.ndarray:
         """Choose a few draws whose average predicts held-out data best.
 
-        The first is the best single draw. Each next one is the draw that, added to the average so
-        far, gives the highest log pointwise predictive density (LPPD). No draw is chosen twice.
-        The choice overfits the data, so a score on them is too high.
+        Each is the draw that, added to the average so far, gives the highest log pointwise
+        predictive density (LPPD). No draw is chosen twice. The choice overfits the data, so a
+        score on them is too high.
 
         Args:
             log_density: log likelihood of each held-out target under each draw, nats,
@@ -169,137 +247,22 @@ class Draws(abc.ABC):
             total, free[best] = np.logaddexp(total, bounded[best]), False
         return np.array(chosen)
 
-
-@dataclasses.dataclass(frozen=True, repr=False, init=False, eq=False)
-class Snapshots(Draws):
-    """Draws of several chains: a sequence of parameter trees, ordered draw by draw.
-
-    The first draws of all chains come first, then the second draws: `draws[i]` is draw
-    `i // num_chains` of chain `i % num_chains`, and `len(draws)` is the number of draws of all
-    chains. A slice is a list of trees, which `predict` accepts. For all draws of a chain, index
-    `params`. A list of integers, such as `choose` returns, makes `Snapshots` of these draws in one
-    chain, which `summary` and `to_arviz` refuse, since it is no sample of the posterior.
-
-    Attributes:
-        params: tree of NumPy arrays, each `[chain, draw, ...]`.
-        num_chains, num_draws: lengths of their first two axes.
-        trace: results of `optax_smile.stats`, arrays `[chain, tick]`. From `sample` every `thin`
-            steps, warm-up included: the draws are the last ticks (of those with `is_draw`). From
-            `from_draws` and `recorded` only at the draws. Empty if unknown.
-        settings: name and arguments of the sampler; None if unknown. With `"is_posterior": False`
-            the draws are no sample of a posterior: those of an optimizer, or chosen by indices.
-        start: initial parameters of the chains, a tree of arrays `[chain, ...]`; None if unknown.
-        interrupted: `"SIGINT"` or `"SIGTERM"` if this signal ended the call of `sample` that
-            returned these draws; else None.
-
-    Example:
-        >>> import numpy as np, optax_smile
-        >>> draws = optax_smile.Snapshots({"w": np.arange(30.0).reshape(2, 5, 3)})
-        >>> len(draws), draws[-1]["w"], len(draws[4:6])
-        (10, array([27., 28., 29.]), 2)
-        >>> draws
-        Snapshots: 2 chains of 5 draws
-          size    3 numbers per draw, 240 bytes in total
-          arrays  w float64[3]
-    """
-
-    params: Tree
-    trace: Trace
-    settings: Settings | None = None
-    start: Tree = None
-
-    @_check.arguments(
-        "Snapshots",
-        params=_check.Tree(axes="[chain, draw, ...]", keys=False),
-        trace=_check.kind(Mapping, "a dict of arrays [chain, tick]"),
-        settings=_check.kind(Mapping, "a dict") | None,
-        start=_check.Tree(),
-    )
-    def __init__(
-        self,
-        params: Tree,
-        trace: Trace = _check.NOTHING,
-        settings: Settings | None = None,
-        start: Tree = None,
-    ):
-        if start is not None:
-            first = jax.eval_shape(lambda: jax.tree.map(lambda x: x[:, 0], params))
-            _tree.check_alike("Snapshots", "start", start, first, "a draw of `params`")
-        num_chains, num_draws = jax.tree.leaves(params)[0].shape[:2]
-        leaves, structure = _format.leaves_of(params, axes=2), jax.tree.structure(params)
-        # A frozen dataclass does not allow assignment.
-        vars(self).update(params=params, trace=dict(trace), settings=settings, start=start)
-        vars(self).update(num_chains=num_chains, num_draws=num_draws)
-        vars(self).update(_leaves=leaves, _structure=structure)
-
-    @classmethod
-    @_check.arguments(
-        "Snapshots.from_members", params=_check.Tree(axes="[member, ...]", keys=False)
-    )
-    def from_members(cls, params: optax.Params) -> Snapshots:
-        """Make snapshots of stacked members `[member, ...]`, such as `warmstart` returns.
-
-        Each member is a chain with one draw.
-        """
-        return cls(jax.tree.map(lambda x: np.asarray(x)[:, None], params))
-
-    @classmethod
-    @_check.arguments("Snapshots.from_draws", num_chains=_check.Whole(1) | None)
-    def from_draws(
-        cls, draws: Tree, trace: Tree | None = None, *, num_chains: int | None = None
-    ) -> Snapshots:
-        """Make snapshots of copies of the draws that a loop of your own collected.
-
-        Args:
-            draws: a list of parameter trees, such as `last_accepted(state, params)`; or a dict or
-                other tree, not a list, of arrays `[draw, ...]`, as `jax.lax.scan` returns.
-            trace: `stats(state)` at each draw, in the same form, so that `summary` can also judge
-                step sizes, gradients and updates. None: unknown.
-            num_chains: number of chains, >= 1, if the arrays of each draw have a chain axis
-                `[chain, ...]`, as in a loop with `jax.vmap`. None: one chain, without that axis.
-
-        Raises:
-            ValueError: no draws; a draw that is not finite, or whose arrays differ from the first
-                (the message names the draw); a trace of other draws.
-
-        Example:
-            >>> draws = Snapshots.from_draws([{"w": np.ones(3)}, {"w": np.zeros(3)}])
-            >>> draws.num_chains, draws.num_draws, draws.params["w"].shape
-            (1, 2, (1, 2, 3))
-        """
-        where = "Snapshots.from_draws"
-        params = _stacked(where, "draws", draws, num_chains)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-            if len(wrong := np.argwhere(~np.isfinite(leaf))):
-                at = f"{jax.tree_util.keystr(path) or 'the only leaf'} of chain {wrong[0][0]}"
-                _check.fail(where, f"draws[{wrong[0][1]}]", "finite", f"nan or inf at {at}")
-        if trace is None:
-            return cls(params)
-        stats, axes = _stacked(where, "trace", trace, num_chains), leaf.shape[:2]
-        shapes = {x.shape for x in jax.tree.leaves(stats)}
-        is_whole = hasattr(stats, "_asdict") and shapes == {axes}
-        if not is_whole or not np.all(getattr(stats, "is_draw", True)):
-            rule = f"`stats(state)` of each draw, with `is_draw`, of shape {axes} in all"
-            _check.fail(where, "trace", rule, f"the shapes {sorted(shapes)}")
-        if hasattr(stats, "noise_id"):
-            _trace.warn_of_equal_keys(where, stats.noise_id)
-        return cls(params, stats._asdict())
-
     def _read(self, draw: int) -> list[np.ndarray]:
+        """Return the leaves of a draw, `[chain, ...]`."""
         return [x[:, draw] for x in jax.tree.leaves(self.params)]
 
     def _place(self) -> dict[str, str]:
+        """Describe, for `repr`, where the draws are and what is known about them."""
         ticks = {np.shape(values)[-1] for values in self.trace.values()}
         names = f"{_table.some(self.trace)} at {_table.counted(max(ticks, default=0), 'tick')}"
         return {"trace": names} if self.trace else {}
 
 
-class StoredSnapshots(Draws):
-    """Draws in a directory, read on demand: a sequence of parameter trees, ordered draw by draw.
+class StoredSnapshots(Snapshots):
+    """Draws in a directory, made by `load_snapshots`: `draws[i]` reads one draw.
 
-    Made by `load_snapshots`. Indices, slices and length work as for `Snapshots`; `draws[i]` reads
-    one draw. `manifest` is the content of the manifest. Before the first draw, `trace` and `params`
-    raise a ValueError. The other attributes and methods are those of `Snapshots`.
+    `manifest` is the content of the manifest. The other attributes and methods are those of
+    `Snapshots`; before the first draw, `trace` and `params` raise a ValueError.
     """
 
     def __init__(self, directory: Path, manifest: Json, structure: Tree, flat: bool):
@@ -327,7 +290,12 @@ class StoredSnapshots(Draws):
     @functools.cached_property
     def start(self) -> Tree:
         """Initial parameters of the chains, a tree of arrays `[chain, ...]`."""
-        return self._tree(_format.read_start(self.directory, self._leaves, self.num_chains))
+        blocks = _format.find(self.directory, self.num_chains).get(_format.START)
+        if not blocks:
+            rule, got = "a directory with the start of its run", f"{self.directory} without start.*"
+            remedy = "Restore it: draws stay readable."
+            _check.fail("load_snapshots", "directory", rule, got, remedy)
+        return self._tree(_format.read_chains(blocks, self._leaves, self.num_chains))
 
     @functools.cached_property
     def trace(self) -> dict[str, np.ndarray]:
@@ -365,6 +333,13 @@ class StoredSnapshots(Draws):
     def _read(self, draw: int) -> list[np.ndarray]:
         return _format.read_chains(self.draws[draw], self._leaves, self.num_chains)
 
+    def _tree(self, leaves: Sequence[np.ndarray]) -> Tree:
+        if self._flat:
+            return {leaf.name: x for leaf, x in zip(self._leaves, leaves, strict=True)}
+        if self._structure is not None:
+            return super()._tree(leaves)
+        return _nest([(leaf.path, x) for leaf, x in zip(self._leaves, leaves, strict=True)])
+
     def _place(self) -> dict[str, str]:
         return {"folder": str(self.directory)}
 
@@ -385,10 +360,10 @@ def _nest(leaves: list[tuple[list[list[str | int]], np.ndarray]]) -> Tree:
 def load_snapshots(
     directory: str | os.PathLike[str], *, like: Tree = None, flat: bool = False
 ) -> StoredSnapshots:
-    """Open the draws that `sample(directory=...)` wrote, or is still writing.
+    """Open the draws that `sample(directory=...)` or `recorded` wrote, or is still writing.
 
-    It also opens those of `recorded`. It needs neither the training code nor a device: the arrays
-    are NumPy arrays.
+    The result is a sequence of parameter trees that `predict` accepts. It needs neither the
+    training code nor a device. Load again to see draws that were written later.
 
     Args:
         directory: directory of the run.
@@ -397,24 +372,19 @@ def load_snapshots(
         flat: return each draw as a dict from path to array, even with `like`. Entries of a path are
             joined by slashes; `~` and `/` in an entry are written `~0` and `~1`.
 
-    Returns:
-        `StoredSnapshots`, a sequence of parameter trees that `predict` accepts. Load again to see
-        draws that were written later.
-
     Raises:
         ValueError: a manifest that is missing, damaged or of another format; `like` with other
-            leaves than the draws. When a draw is read: a damaged file, named in the message.
+            leaves than the draws. On reading a draw: a damaged file, named in the message.
 
     Cost: reads the manifest and lists the files. A draw is read and verified on access.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile, tempfile
         >>> directory, sampler = tempfile.mkdtemp(), optax_smile.smile(0.1, num_data=10, key=0)
-        >>> _ = optax_smile.sample(
-        ...     lambda params, x: jnp.sum((params["w"] - x) ** 2), {"w": jnp.eye(3, 2)},
-        ...     [jnp.ones(2)], sampler, num_warmup=0, num_draws=5, directory=directory,
-        ...     key=0, progress=False,
-        ... )
+        >>> loss_fn = lambda params, x: jnp.sum((params["w"] - x) ** 2)
+        >>> steps = {"num_warmup": 0, "num_draws": 5, "directory": directory, "progress": False}
+        >>> start, batches = {"w": jnp.eye(3, 2)}, [jnp.ones(2)]
+        >>> _ = optax_smile.sample(loss_fn, start, batches, sampler, key=0, **steps)
         >>> draws = optax_smile.load_snapshots(directory)
         >>> len(draws), draws.params["w"].shape
         (15, (3, 5, 2))

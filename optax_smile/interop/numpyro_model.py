@@ -21,7 +21,7 @@ from optax_smile.diagnostics.statistics import to_arviz
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 WHERE = "from_numpyro"
-DRAWS = _check.kind((Snapshots, StoredSnapshots), "draws of this model from `sample`")
+DRAWS = _check.kind(Snapshots, "draws of this model from `sample`")
 # Whether densities or values of two batches are equal but for rounding.
 close = functools.partial(np.allclose, rtol=1e-5, atol=1e-5, equal_nan=True)
 Params = Mapping[str, jax.Array]
@@ -114,24 +114,21 @@ def from_numpyro(
 
     Sites inside the plate over the data form the likelihood; all other sites form the prior.
     Constrained sites are sampled in NumPyro's unconstrained space. Latent sites inside the plate
-    need batches of all examples, in the same order.
+    need batches of all examples, in the same order. Of the result, `init_fn` and `map_loss` are for
+    `warmstart`, the others for `sample`.
 
     Args:
         model: called as `model(*batch)` for a tuple, `model(**batch)` for a dict, else
-            `model(batch)`. Its plate gives the size of the data and of the batch:
-            `with numpyro.plate("data", num_data, subsample_size=len(x))`.
+            `model(batch)`; with `numpyro.plate("data", num_data, subsample_size=len(x))`.
         batch: an example batch, arrays with the examples as first axis. A model that holds all the
             data and uses the indices of its plate gets them as `{"data": indices}`.
         num_data: total number of examples, >= 1.
         plate: name of the plate over the data.
 
-    Returns:
-        A `NumpyroModel`: `init_fn` and `map_loss` for `warmstart`, the others for `sample`.
-
     Raises:
-        ValueError: no such plate, or one of another size; no observed site in it; a discrete latent
-            site, or one in the plate with a batch of some examples; a prior that depends on the
-            batch; indices of the plate that the batch lacks; `numpyro.param` or random numbers.
+        ValueError: no such plate, one of another size, or none of whose sites is observed; a latent
+            site that is discrete, or in the plate with a batch of some examples; a prior that
+            depends on the batch; indices that the batch lacks; `numpyro.param` or random numbers.
 
     Example:
         >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax_smile

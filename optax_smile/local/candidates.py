@@ -43,7 +43,7 @@ def network_candidates(
     excess: float = 0.08,
     allowed: float = 0.03,
 ) -> dict[str, optax.GradientTransformation]:
-    """Make the usual candidates of `select` for a trained network.
+    """Make the usual candidates of `select` for a trained network, a dict that you may extend.
 
     - `"psmile"`: the default, which samples the Bayesian posterior.
     - `"psmile, cold"`: at `cold_temperature` with longer steps, `angle_tuner(0.3)`; where that
@@ -62,21 +62,13 @@ def network_candidates(
         key: JAX key or seed for the samplers.
         allowed: largest expected rise of the mean loss around the start, nats per example, > 0.
 
-    Returns:
-        A dict of candidates by name, which you may extend.
-
-    Raises:
-        ValueError: an argument out of range.
-
     Cost: three forward passes per network for each of at most 20 batches.
 
     Example:
         >>> import jax.numpy as jnp, optax, optax_smile
         >>> loss_fn = lambda params, batch: jnp.mean((batch @ params) ** 2)
-        >>> candidates = optax_smile.local.network_candidates(
-        ...     loss_fn, jnp.ones((2, 3)), [jnp.eye(3)], optax.sgd(0.1), num_data=3, key=0
-        ... )
-        >>> list(candidates)
+        >>> given = loss_fn, jnp.ones((2, 3)), [jnp.eye(3)], optax.sgd(0.1)
+        >>> list(optax_smile.local.network_candidates(*given, num_data=3, key=0))
         ['psmile', 'psmile, cold', 'psmile, around the start', 'optimizer']
     """
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(params))

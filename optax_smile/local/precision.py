@@ -48,16 +48,12 @@ class PrecisionSearch(NamedTuple):
 
     Attributes:
         precisions: precisions in the order in which they were tried, `[candidate]`.
-        excess: excess loss of the draws, see `local_precision`, nats per example,
-            `[candidate]`.
+        excess: excess loss of the draws, see `local_precision`, nats per example, `[candidate]`.
         standard_error: standard error of the excess over the chains, `[candidate]`.
         loss: mean loss of single draws, `[candidate]`.
         distance: mean Euclidean distance of the draws from the weights, `[candidate]`.
         start_loss: loss of the weights.
-        allowed: the excess that was requested.
-        num_data: number of examples.
-        temperature: temperature of the posterior.
-        make_sampler: function that makes the sampler of a posterior.
+        allowed, num_data, temperature, make_sampler: arguments of the search.
     """
 
     precisions: np.ndarray
@@ -84,14 +80,9 @@ class PrecisionSearch(NamedTuple):
     @_check.arguments("PrecisionSearch.sampler", key=_check.Key(needed=True))
     def sampler(self, *, key: jax.Array | int) -> optax.GradientTransformation:
         """Make the sampler of the best candidate, with the prior centred at each chain's start."""
-        return _build(
-            "PrecisionSearch.sampler",
-            self.make_sampler,
-            cast(jax.Array, key),
-            num_data=self.num_data,
-            prior_precision=self.prior_precision,
-            temperature=self.temperature,
-        )
+        posterior = {"num_data": self.num_data, "temperature": self.temperature}
+        posterior |= {"prior_precision": self.prior_precision}
+        return self.make_sampler(prior_mean=START, key=key, **posterior)
 
     def __str__(self) -> str:
         table = {
@@ -113,19 +104,9 @@ class PrecisionSearch(NamedTuple):
         return "\n".join([*aligned(table), "", *notes])
 
 
-class _Weights(_check.Constraint):
-    """Trained weights of one network."""
-
-    text = "a tree of finite float32 or float64 arrays with at least 2 parameters"
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        _tree.check_params(where, value, smallest=2)
-        return _check.Tree(self.text, traced=False, finite=True)(where, argument, value)
-
-
 @_check.arguments(
     loss_fn=_check.Function("(params, batch)"),
-    params=_Weights(),
+    params=_check.Tree("a tree of finite arrays", traced=False, finite=True),
     batches=_check.REPEATABLE,
     num_data=_check.Real(1, traced=False),
     make_sampler=_check.Function(
@@ -166,9 +147,8 @@ def local_precision(
         excess = E[L(w + x) + L(w - x)] / 2 - L(w),  x = draw - w
 
     nats per example. Averaging over +x and -x removes the first-order gain if w is not a minimum.
-    Short chains search for the g whose excess equals `allowed`. The search starts from isotropic
-    noise N(0, 1 / g) with that excess; the likelihood then narrows the draws. Sample with
-    `search.sampler(key=0)`.
+    Short chains search for the g whose excess equals `allowed`, from that of isotropic noise
+    N(0, 1 / g) with this excess. Print the result, and sample with `search.sampler(key=0)`.
 
     Args:
         loss_fn: mean loss `loss_fn(params, batch)`, as for `sample`, without random numbers.
@@ -180,7 +160,7 @@ def local_precision(
         temperature: temperature of the posterior, > 0.
         make_sampler: called with `num_data=`, `prior_precision=`, `prior_mean=`, `temperature=` and
             `key=`; the default is `psmile` with `decoherence_length="turning"` and
-            `angle_tuner(0.1)`, whose long steps are accurate where the prior dominates.
+            `angle_tuner(0.1)`.
         num_chains: chains per precision, >= 1.
         num_warmup: steps of each chain before the first draw, >= 0.
         num_draws: draws of each chain, >= 1.
@@ -190,12 +170,8 @@ def local_precision(
         check: warn of a loss that looks like a sum, see `sample`.
         progress: show a progress bar, if tqdm is installed.
 
-    Returns:
-        A `PrecisionSearch`: print it.
-
     Raises:
-        ValueError: an argument out of range; a loss that is not finite; a loss that does not grow
-            around the weights.
+        ValueError: a loss that is not finite, or that does not grow around the weights.
         KeyboardInterrupt: stopped before the last run is done.
 
     Cost: per precision, of which there are two or three, `num_warmup + num_draws * thin` gradients
@@ -204,46 +180,60 @@ def local_precision(
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile
         >>> loss_fn = lambda params, batch: jnp.mean(jnp.sum((params - batch) ** 2, axis=1)) / 2
-        >>> search = optax_smile.local.local_precision(
-        ...     loss_fn, jnp.zeros((1, 500)), [jnp.zeros((10, 500))],
-        ...     num_data=10, allowed=0.1, key=0, progress=False,
-        ... )
+        >>> given = loss_fn, jnp.zeros((1, 500)), [jnp.zeros((10, 500))]
+        >>> asked = {"num_data": 10, "allowed": 0.1, "key": 0, "progress": False}
+        >>> search = optax_smile.local.local_precision(*given, **asked)
         >>> 2e3 < search.prior_precision < 3e3
         True
     """
-    where = "local_precision"
-    typed = cast(jax.Array, key)
-    start_loss = _check_loss(where, loss_fn, params, batches, check)
-    losses, chains = _over_batches(loss_fn, batches), _copies(params, num_chains)
+    where, typed = "local_precision", cast(jax.Array, key)
+    _tree.check_params(where, params, smallest=2)
+    # The keys of their samplers differ.
+    chains = jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], num_chains, axis=0), params)
+    mapped = jax.jit(jax.vmap(loss_fn, in_axes=(0, None)))
 
-    def observe(draws: optax.Params) -> dict[str, np.ndarray]:
-        mirrored = jax.tree.map(lambda w, x: 2 * w - x, chains, draws)
-        loss = losses(draws)
-        return {
-            "loss": loss,
-            "excess": (loss + losses(mirrored)) / 2 - start_loss,
-            "distance": _distance(chains, draws),
-        }
+    def losses(draws: optax.Params, parts: Iterable[Batch] = batches) -> Tree:
+        """Average the losses `[chain]` of draws over batches, weighted by their examples."""
+        sums, sizes = [], []
+        for batch in parts:
+            sizes.append(_checks.num_rows(batch, False) or 1)
+            sums.append(sizes[-1] * np.asarray(mapped(draws, batch), float))
+        return sum(sums) / sum(sizes)
+
+    first = _check_loss(where, loss_fn, params, batches)
+    if check:
+        _checks.warn_of_sum(where, lambda part: losses(chains, [part]), first, False, None)
+    start_loss = float(losses(chains)[0])
+    if not np.isfinite(start_loss):
+        rule = "weights at which the loss is finite"
+        _check.fail(where, "params", rule, start_loss, "Are the batches finite?")
+
+    def observe(draws: optax.Params) -> np.ndarray:
+        """Return loss, excess and distance of the draws `[chain, ...]`, `[3, chain]`."""
+        loss, mirrored = losses(draws), jax.tree.map(lambda w, x: 2 * w - x, chains, draws)
+        excess = (loss + losses(mirrored)) / 2 - start_loss
+        return np.stack([loss, excess, _distance(chains, draws)])
 
     def run(precision: float) -> tuple[float, ...]:
         posterior = {"num_data": num_data, "temperature": temperature, "prior_precision": precision}
-        sampler = _build(where, make_sampler, typed, **posterior)
-        if _optimizer.is_optimizer(sampler, chains):
+        sampler = make_sampler(prior_mean=START, key=typed, **posterior)
+        is_optax = isinstance(sampler, optax.GradientTransformation)
+        if not is_optax or _optimizer.is_optimizer(sampler, chains):
             rule = f"a function of {POSTERIOR} that returns a sampler"
-            _check.fail(where, "make_sampler", rule, "one that returns an optimizer")
+            got = "an optimizer" if is_optax else _check.show(sampler)
+            _check.fail(where, "make_sampler", rule, f"one that returns {got}")
         with _check.called(where, "Run", "Run.advance", "Run.draws", sampler="make_sampler"):
             chain = Run(loss_fn, chains, batches, sampler, key=typed, check=False)
             chain.advance(num_warmup)
-            looks = [observe(draw) for draw in chain.draws(num_draws, thin=thin)]
-        seen = {name: np.stack([look[name] for look in looks], axis=1) for name in looks[0]}
+            seen = np.stack([observe(x) for x in chain.draws(num_draws, thin=thin)], axis=2)
+        loss, excess, distance = seen
         # Chains with non-finite losses have infinite excess.
-        excess = np.nan_to_num(seen["excess"].mean(axis=1), nan=np.inf)
+        excess = np.nan_to_num(excess.mean(axis=1), nan=np.inf)
         with np.errstate(invalid="ignore"):
             error = excess.std(ddof=1) / np.sqrt(num_chains) if num_chains > 1 else np.nan
-            found = excess.mean(), error, seen["loss"].mean(), seen["distance"].mean()
-        return precision, *map(float, found)
+        return precision, excess.mean(), error, loss.mean(), distance.mean()
 
-    tried = [run(1 / _width(where, observe, chains, typed, allowed) ** 2)]
+    tried = [run(1 / _width(where, lambda x: observe(x)[1], chains, typed, allowed) ** 2)]
     with Bar(max_runs, "precisions", progress) as bar:
         while len(tried) < max_runs and not 1 / NEAR <= tried[-1][1] / allowed <= NEAR:
             bar.show(len(tried), last=f"{tried[-1][0]:.3g}", excess=f"{tried[-1][1]:.3g}")
@@ -258,41 +248,8 @@ def local_precision(
     )
 
 
-def _build(
-    where: str, make_sampler: Maker, key: jax.Array, **posterior: float
-) -> optax.GradientTransformation:
-    """Make the sampler of a posterior around the start of its chains."""
-    made = make_sampler(prior_mean=START, key=key, **posterior)
-    if not isinstance(made, optax.GradientTransformation):
-        rule, got = f"a function of {POSTERIOR} that returns a sampler", _check.show(made)
-        _check.fail(where, "make_sampler", rule, f"one that returns {got}")
-    return made
-
-
-def _over_batches(loss_fn: Loss, batches: Iterable[Batch]) -> Callable[[optax.Params], Tree]:
-    """Make a function of draws `[chain, ...]` that returns their losses over all batches `[chain]`.
-
-    Batches are weighted by their number of examples, where it can be inferred.
-    """
-    mapped = jax.jit(jax.vmap(loss_fn, in_axes=(0, None)))
-
-    def average(draws: optax.Params) -> Tree:
-        sums, sizes = [], []
-        for batch in batches:
-            sizes.append(_checks.num_rows(batch, False) or 1)
-            sums.append(sizes[-1] * np.asarray(mapped(draws, batch), float))
-        return sum(sums) / sum(sizes)
-
-    return average
-
-
-def _check_loss(
-    where: str, loss_fn: Loss, params: optax.Params, batches: Iterable[Batch], warns: bool
-) -> float:
-    """Require a finite scalar loss of trained weights, and return the loss over all batches.
-
-    If `warns`, warn of a loss that looks like a sum.
-    """
+def _check_loss(where: str, loss_fn: Loss, params: Tree, batches: Iterable[Batch]) -> Batch:
+    """Require a scalar loss of trained weights, and return the first batch."""
     first = next(iter(batches), None)
     if first is None:
         _check.fail(where, "batches", "at least one batch", "none")
@@ -301,22 +258,7 @@ def _check_loss(
     loss = _check.traced(where, "loss_fn", loss_fn, params, first, rule=rule, advice=remedy)
     if getattr(loss, "shape", None) != ():
         _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(loss)}", remedy)
-
-    def losses(parts: Iterable[Batch]) -> Tree:
-        return _over_batches(loss_fn, parts)(_copies(params, 1))
-
-    if warns:
-        _checks.warn_of_sum(where, lambda part: losses([part]), first, False, None)
-    loss = float(losses(batches)[0])
-    if not np.isfinite(loss):
-        rule = "weights at which the loss is finite"
-        _check.fail(where, "params", rule, loss, "Are the batches finite?")
-    return loss
-
-
-def _copies(params: optax.Params, number: int) -> Tree:
-    """Start `number` chains from the same weights; the keys of their samplers differ."""
-    return jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], number, axis=0), params)
+    return first
 
 
 def _distance(one: Tree, other: Tree) -> np.ndarray:
@@ -327,7 +269,7 @@ def _distance(one: Tree, other: Tree) -> np.ndarray:
 
 def _width(
     where: str,
-    observe: Callable[[Tree], dict[str, np.ndarray]],
+    excess_of: Callable[[Tree], np.ndarray],
     chains: optax.Params,
     key: jax.Array,
     allowed: float,
@@ -339,7 +281,7 @@ def _width(
     width = FIRST_WIDTH * size
     for _ in range(MOST_WIDTHS):
         moved = jax.tree.map(lambda x, z, s=width: (x + s * z).astype(x.dtype), chains, noise)
-        excess = float(np.median(np.nan_to_num(observe(moved)["excess"], nan=np.inf)))
+        excess = float(np.median(np.nan_to_num(excess_of(moved), nan=np.inf)))
         if 1 / NEAR <= excess / allowed <= NEAR:
             break
         if width > LARGEST_WIDTH * size and excess <= 0:
@@ -363,19 +305,7 @@ def _next(tried: list[tuple[float, ...]], allowed: float) -> float:
     return float(np.exp(logs[-1, 0] + jump))
 
 
-class _Floating(_check.Constraint):
-    text = "a tree of arrays of floating-point numbers, not empty"
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        for x in jax.tree.leaves(value) or [None]:
-            is_real = jnp.issubdtype(getattr(x, "dtype", object), jnp.floating)
-            if not is_real or 0 in x.shape:
-                _check.fail(where, argument, self.text, _check.show(x))
-        return value
-
-
 @_check.arguments(
-    params=_Floating(),
     scale=_check.Real(0, open="low", traced=False),
     out_axis=_check.Where("0 or -1", lambda axis: type(axis) is int and axis in (0, -1)),
 )
@@ -393,15 +323,12 @@ def fan_in_precision(
     Returns:
         A tree of numbers like the parameters, for `prior_precision`: fan-in / scale, and
         1 / scale for biases and other arrays with fewer than two axes.
-
-    Raises:
-        ValueError: an argument out of range, or leaves that are not arrays.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> fan_in_precision({"w": jnp.ones((30, 5)), "b": jnp.ones(5)})
-        {'b': 1.0, 'w': 30.0}
     """
+
+    for x in jax.tree.leaves(params) or [None]:
+        if not _tree.is_floating(x) or 0 in x.shape:
+            rule = "a tree of arrays of floating-point numbers, not empty"
+            _check.fail("fan_in_precision", "params", rule, _check.show(x))
 
     def precision(x: jax.Array) -> float:
         shape = np.shape(x)

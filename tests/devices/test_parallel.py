@@ -146,7 +146,7 @@ def test_chains_with_noise_need_a_key():
     """Otherwise each would draw the same numbers, and chains from one start be copies."""
     noisy = optax.chain(optax.clip(1.0), optax_smile.sgld(0.1, num_data=10, key=0))
     rule = r"`parallel.init\(key=...\)` must be a "
-    with pytest.raises(ValueError, match=rule + "JAX key or an integer seed.* the 3 chains"):
+    with pytest.raises(ValueError, match=rule + "single JAX key.* the 3 chains"):
         parallel.init(noisy, start(3))
     keys = optax.tree.get(parallel.init(noisy, start(3), key=1), "key")
     assert len(np.unique(keys, axis=0)) == 3
