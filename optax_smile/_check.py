@@ -286,7 +286,8 @@ class Real(Constraint):
             fail(where, argument, self.rule, written(value))
         if isinstance(value, int) and abs(value) > LARGEST_WHOLE and not self.large:
             fail(where, argument, f"{self.rule}, a float beyond {LARGEST_WHOLE}", written(value))
-        return value
+        # A strongly typed float64 would widen the float32 state of a chain.
+        return float(value) if isinstance(value, np.floating) else value
 
 
 @dataclass(frozen=True)

@@ -248,8 +248,8 @@ DEFECTS = r"""
 - self._position, self._stats = position, None
 + self._stats = None
 = handed out draws are those that are kept | hands_out_copies
-- return _tree.local(self._chains.draw())
-+ return self._kept.draws[-1] if self._num_kept else _tree.local(self._chains.draw())
+- return _on_host.local(self._chains.draw())
++ return self._kept.draws[-1] if self._num_kept else _on_host.local(self._chains.draw())
 = a signal ends nothing | signal_in_a_step
 - if signal is not None:
 + if False:

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _settings, _tree, parallel
+from optax_smile import _check, _on_host, _settings, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile.chains import _checks
 from optax_smile.diagnostics.findings import Check
@@ -80,7 +80,7 @@ class Chains:
         self.gradients_per_step = find(chains.state, "sample", "sampler").gradients_per_step
         # In `optax.MultiSteps` the sampler gets one gradient for several calls.
         self.accumulates = bool(optax.tree.get_all_with_path(chains.state, "mini_step"))
-        self.like = _tree.shapes_of_one(chains)
+        self.like = _on_host.shapes_of_one(chains)
         self.sampler, self.settings = sampler, _settings.of(sampler, self.like.params)
         self.tree = chains
 
@@ -120,7 +120,7 @@ class Chains:
 
     def check(self, where: str, batch: Batch, warns: bool):
         """Require finite losses on the first batch, and chains that differ."""
-        losses = _tree.local(self.losses(batch))
+        losses = _on_host.local(self.losses(batch))
         lost = np.flatnonzero(~np.isfinite(losses)).tolist()
         if lost:
             if not _checks.is_finite(batch):
@@ -144,7 +144,7 @@ class Chains:
         if self.like.key is not None:
             # The loss of each chain has its own key.
             return
-        first = _tree.first_alike(_tree.local(self.tree))
+        first = _on_host.first_alike(_on_host.local(self.tree))
         copies = [chain for chain, like in enumerate(first) if like != chain]
         if copies:
             rule = "chains with different starts, or a sampler or loss that draws random numbers"
@@ -156,7 +156,7 @@ class Chains:
 
     def tests(self, batch: Batch) -> Iterator[Check]:
         """Make the tests of the posterior and, unless parameters are sharded, of the program."""
-        start, params = _tree.local(self.losses(batch)), self.tree.params
+        start, params = _on_host.local(self.losses(batch)), self.tree.params
         if found := _checks.rise(self.losses, batch, params, start, self.settings):
             yield found
         if self.mesh is None and _settings.are_posterior(self.settings):
@@ -185,12 +185,12 @@ class Chains:
 
     def record(self) -> tuple[dict[str, np.ndarray], _checks.Gradients]:
         """Return statistics and record of the gradients, `[chain, ...]` of this process."""
-        return _tree.local(self._record(self._carry))
+        return _on_host.local(self._record(self._carry))
 
     def num_gradients(self) -> int:
         """Wait for the chains, and return how many gradients their samplers have received."""
         counts = self._record(self._carry)[0]["num_gradients"]
-        return int(np.max(_tree.everywhere(counts)))
+        return int(np.max(_on_host.everywhere(counts)))
 
     def draw(self) -> Tree:
         """Return the last accepted step ends, `[chain, ...]`."""

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _table, _tree, parallel
+from optax_smile import _check, _on_host, _table, _tree, parallel
 from optax_smile._types import Batch, Options, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _program
@@ -204,7 +204,7 @@ def check_mean(
     def of_part(first: int, stop: int) -> np.ndarray:
         rows = slice(first, stop)
         part = jax.tree.map(lambda x: x[:, rows] if per_chain else x[rows], batch)
-        return np.asarray(_tree.local(losses(part)), float)
+        return np.asarray(_on_host.local(losses(part)), float)
 
     try:
         halves = of_part(0, half), of_part(half, 2 * half)
@@ -273,7 +273,7 @@ def check_step_size(settings: Options | None, state: Tree) -> Check | None:
     known = [optax.tree.get(inside, name) if name not in stats else stats[name] for name in names]
     if chooser(settings or {}) != "number" or any(x is None for x in known):
         return None
-    square, number, turn_rate, share, length = (np.asarray(_tree.local(x), float) for x in known)
+    square, number, turn_rate, share, length = (np.asarray(_on_host.local(x), float) for x in known)
     # Too short a step changes no gradient: the average turn by whole gradients is a bound.
     rate = np.where(number > 0, np.sqrt(square), turn_rate)
     angle = ANGLE * np.minimum(0.5 / np.fmax(share, 0.5) ** 2, 1)
@@ -315,7 +315,7 @@ def defect(batch: Batch, expected: Tree, per_chain: bool) -> str:
     if (structure := jax.tree.structure(batch)) != expected:
         return f"has the structure {structure}, not {expected} as the first"
     try:
-        _tree.as_numeric("sample", "batches", batch)
+        _on_host.as_numeric("sample", "batches", batch)
     except _check.ArgumentError as error:
         return f"has {error.got}"
     return "is empty" if size(batch, per_chain) == 0 else ""
@@ -345,7 +345,7 @@ def check_list(where: str, batches: Sequence, num_data: object, per_chain: bool,
         if reason := defect(batch, expected, per_chain):
             _check.fail(where, "batches", USABLE, f"batches[{number}], which {reason}")
     if warns:
-        batches = [_tree.as_numeric(where, "batches", batch) for batch in batches]
+        batches = [_on_host.as_numeric(where, "batches", batch) for batch in batches]
         # Batches of a list may be sequences or images of several sizes.
         if hint and len(batches) < 4 and len({*map(len, batches)}) == 1:
             are_tokens = all(x.dtype.kind in "iu" for x in batches)
@@ -638,6 +638,6 @@ def _along(
 
     def at(sign: int) -> np.ndarray:
         moved = jax.tree.map(lambda x, y: x + sign * width * y, params, direction)
-        return np.asarray(_tree.local(losses(batch, moved)), float)
+        return np.asarray(_on_host.local(losses(batch, moved)), float)
 
     return (at(1) + at(-1) - 2 * np.asarray(start, float)) / width**2

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from optax_smile import _check, _disk, _tree
+from optax_smile import _check, _disk, _on_host, _tree
 from optax_smile._disk import Json
 from optax_smile._types import Options, Tree
 from optax_smile._version import __version__
@@ -53,7 +53,7 @@ class MemoryRun:
         """Keep the statistics of a tick and, if it is not None, the draw."""
         self.trace.append(stats)
         if draw is not None:
-            self.draws.append(_tree.local(draw))
+            self.draws.append(_on_host.local(draw))
 
     def is_due(self) -> bool:
         """Return False: there are no checkpoints."""
@@ -175,7 +175,7 @@ class DirectoryRun(Checkpoints):
         _disk.import_safetensors()
         closing.enter_context(lock("sample", Path(directory)))
         super().__init__(Path(directory), minutes)
-        self.like = _tree.shapes_of_one(start)
+        self.like = _on_host.shapes_of_one(start)
         self.manifest = _format.manifest_of(start, dtype, settings)
         self.files = _format.DrawFiles(self.directory, _format.leaves_of(start), dtype)
         closing.callback(self.files.close)
@@ -304,7 +304,7 @@ def describe_batches(where: str, batches: object) -> Json:
     """Describe batches that can be read again: their number, and tree and shapes of the first."""
     if not isinstance(batches, (list, tuple)) or not batches:
         return {}
-    first = _tree.as_numeric(where, "batches", batches[0])
+    first = _on_host.as_numeric(where, "batches", batches[0])
     shapes = jax.tree.map(lambda x: f"{x.dtype}{[*x.shape]}", first)
     return {"num_batches": len(batches), "shapes": str(shapes)}
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from optax_smile import _check, _tree
+from optax_smile import _check, _on_host
 from optax_smile._types import Batch, Tree
 
 
@@ -77,7 +77,7 @@ class Stream:
         batch = next(self.iterator)
         # `_checks.defect` says why a batch cannot be converted.
         with contextlib.suppress(_check.ArgumentError):
-            batch = _tree.as_numeric("sample", "batches", batch, copy=self.copies)
+            batch = _on_host.as_numeric("sample", "batches", batch, copy=self.copies)
         return batch
 
     def _restart(self, iterator: Iterator[Batch], passes: int, length: int):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _settings, _table, _tree
+from optax_smile import _on_host, _settings, _table, _tree
 from optax_smile._types import Tree
 from optax_smile._warn import warn
 from optax_smile.state import STATE_FORMAT, Stats, samplers
@@ -45,7 +45,7 @@ class OptimizerState(NamedTuple):
 
 def is_optimizer(transformation: optax.GradientTransformation, params: optax.Params) -> bool:
     """Whether a transformation has no sampler in its state, nor one that a wrapper hides there."""
-    like = _tree.shapes_of_one(jax.eval_shape(lambda x: x, params))
+    like = _on_host.shapes_of_one(jax.eval_shape(lambda x: x, params))
     if _settings.of(transformation, like) is not None:
         return False
     return not samplers(jax.eval_shape(transformation.init, like))

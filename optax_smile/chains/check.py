@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _settings, _table, _tree
+from optax_smile import _check, _on_host, _settings, _table
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile.chains import _checks
 from optax_smile.chains._chains import Chains
@@ -58,7 +58,9 @@ class _Batches(_check.Constraint):
     def __call__(self, where, argument, value, given=_check.NOTHING):
         is_one = hasattr(value, "shape") or isinstance(value, tuple | dict)
         if not is_one and hasattr(value, "__iter__") and not isinstance(value, str | bytes):
-            convert = partial(_tree.as_numeric, where, argument, copy=not isinstance(value, list))
+            convert = partial(
+                _on_host.as_numeric, where, argument, copy=not isinstance(value, list)
+            )
             batches = [*map(convert, islice(value, MOST_BATCHES + 1))]
             is_whole = isinstance(value, list) and len(batches) <= MOST_BATCHES
             if batches:
@@ -67,7 +69,7 @@ class _Batches(_check.Constraint):
         leaves = jax.tree.leaves(value)
         if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
             _check.fail(where, argument, self.text, _check.written(value))
-        return [_tree.as_numeric(where, argument, value)], False
+        return [_on_host.as_numeric(where, argument, value)], False
 
 
 @_check.arguments(
@@ -133,7 +135,7 @@ def check(
     params, aux = jax.tree.map(jnp.asarray, (params, aux))
     if not has_chains:
         params, aux = jax.tree.map(lambda x: x[None], (params, aux))
-    settings = _settings.of(sampler, _tree.shapes_of_one(params))
+    settings = _settings.of(sampler, _on_host.shapes_of_one(params))
     if settings is None:
         rule = "a transformation that contains an optax_smile sampler"
         _check.fail("check", "sampler", rule, "one without")
@@ -183,7 +185,7 @@ def _of_chains(
         yield Check("after the sampler", (), (), 0.0, False, error.advice, f"{error.got}.")
         return
     with _check.called("check", "sample", batches="batch"):
-        losses = _tree.local(chains.losses(batches[0]))
+        losses = _on_host.local(chains.losses(batches[0]))
     for number, part in enumerate(batches):
         if reason := chains.misfit(part):
             got, advice = f"batch {number}, which {reason}", _checks.advice_on_single(batches)
@@ -239,7 +241,7 @@ def _of_calls(
 def _of_keys(own: optax.OptState, params: optax.Params) -> Check:
     """Find chains of a loop that share their random numbers."""
     keys = optax.tree.get(own, "key", filtering=lambda _, x: jnp.result_type(x) == jnp.uint32)
-    alike = _tree.first_alike(_tree.local(keys if keys is not None else (own, params)))
+    alike = _on_host.first_alike(_on_host.local(keys if keys is not None else (own, params)))
     copies = tuple(chain for chain, first in enumerate(alike) if first != chain)
     found = f"chains {list(copies)} use" if copies else "no chains use"
     text = f"{found} the same random numbers as earlier chains."

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _table, _tree, parallel
+from optax_smile import _check, _on_host, _table, parallel
 from optax_smile._types import Batch, Output, Tree, Unchecked
 from optax_smile._warn import warn
 from optax_smile.chains import _checks, _directory, _host, _optimizer
@@ -172,7 +172,7 @@ class Run:
         try:
             self._kept: _directory.MemoryRun | _directory.DirectoryRun
             if directory is None:
-                self._kept = _directory.MemoryRun(_tree.local(start), settings)
+                self._kept = _directory.MemoryRun(_on_host.local(start), settings)
             else:
                 same = {
                     "batch_per": batch_per,
@@ -239,7 +239,7 @@ class Run:
 
         With `aux` it is `{"params": ..., "aux": ...}`. Each of several processes gets its chains.
         """
-        return _tree.local(self._chains.draw())
+        return _on_host.local(self._chains.draw())
 
     @_check.arguments("Run.advance", num_steps=_check.Whole(0))
     @_method

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _disk, _settings, _tree
+from optax_smile import _check, _disk, _on_host, _settings
 from optax_smile._bar import Bar
 from optax_smile._table import aligned
 from optax_smile._types import Batch, Options, Output, Tree, Unchecked, by_identity
@@ -217,7 +217,7 @@ def select(
         >>> selection.best, selection.draws.num_draws
         ('psmile', 30)
     """
-    validation = _tree.as_numeric("select", "validation", tuple(validation), copy=True)
+    validation = _on_host.as_numeric("select", "validation", tuple(validation), copy=True)
     if (number := jax.process_count()) > 1:
         _check.fail("select", "params", "arrays of a single process", f"{number} processes")
     folder = None if directory is None else Path(directory).absolute()
@@ -243,7 +243,7 @@ def select(
         closing.push(lambda *error: close(candidates, *error))
         start = predict(apply_fn, Snapshots.from_members(params), validation[0], **read)
         start_lppd = _mean(_by_input(start.log_density))
-        shapes = _tree.shapes_of_one(params)
+        shapes = _on_host.shapes_of_one(params)
         settings = {name: _settings.of(x, shapes) or {} for name, x in candidates.items()}
         # The LPPD identifies inputs, targets, likelihood, model and start.
         identity: Options = {"candidates": settings, "rounds": [end for end, _ in rounds]}

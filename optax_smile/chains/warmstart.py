@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _settings, _tree, parallel
+from optax_smile import _check, _on_host, _settings, _tree, parallel
 from optax_smile._bar import Bar
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile._warn import warn
@@ -138,16 +138,16 @@ def warmstart(
     `sample`: Sommer et al. 2024.
     """
     optimizer = optax.with_extra_args_support(optimizer)
-    validation = _tree.as_numeric("warmstart", "validation", validation, copy=True)
+    validation = _on_host.as_numeric("warmstart", "validation", validation, copy=True)
     loss = _checks.loss_of("warmstart", loss_fn, aux is not None, stochastic)
     # The argument check has converted a seed to a typed key.
     typed = cast(jax.Array, key)
     members = _begin(init_fn, optimizer, num_members, typed, stochastic, aux, mesh, specs)
-    shapes = _tree.shapes_of_one(members.params)
+    shapes = _on_host.shapes_of_one(members.params)
     if _settings.of(optimizer, shapes) is not None:
         warn("`warmstart`: `optimizer` is a sampler, which gives draws. Pass it to `sample`.")
     elif check and not stochastic:
-        first = _tree.first_alike(_tree.local(members.params))
+        first = _on_host.first_alike(_on_host.local(members.params))
         if copies := [member for member, like in enumerate(first) if first.count(like) > 1]:
             what = f"the same parameters for members {copies}. Does it use its key?"
             warn(f"`warmstart`: `init_fn` returned {what}")
@@ -190,7 +190,7 @@ def warmstart(
         while epoch < num_epochs and not signal and not _are_done(members, patience):
             num_batches, copies = 0, not isinstance(batches, (list, tuple))
             for num_batches, given in enumerate(batches, 1):
-                batch = _tree.as_numeric("warmstart", "batches", given, copy=copies)
+                batch = _on_host.as_numeric("warmstart", "batches", given, copy=copies)
                 if epoch == 0 and num_batches == 1:
                     losses.check(members, batch)
                     if check and not stochastic:
@@ -206,7 +206,7 @@ def warmstart(
                 rule = "an iterable that yields batches in every epoch, such as a list"
                 _check.fail("warmstart", "batches", rule, f"none in epoch {epoch}")
             members = judge(members, held_out)
-            bar.show(epoch, loss=f"{np.mean(_tree.local(members.best_loss)):.4f}")
+            bar.show(epoch, loss=f"{np.mean(_on_host.local(members.best_loss)):.4f}")
             is_due = checkpoints is not None and checkpoints.is_due()
             signal, is_due = _host.agree(stop_requested(), is_due)
             if checkpoints is not None and is_due:
@@ -223,7 +223,7 @@ def warmstart(
         if signal == "SIGTERM" and directory is not None:
             raise KeyboardInterrupt(message)
         warn(message)
-    lost = np.flatnonzero(~np.isfinite(_tree.local(members.best_loss))).tolist()
+    lost = np.flatnonzero(~np.isfinite(_on_host.local(members.best_loss))).tolist()
     if lost:
         rule, got = "finite for every member after some epoch", f"never so for the members {lost}"
         advice = "Are the batches and `validation` finite? Try a smaller learning rate."
@@ -311,7 +311,7 @@ def _steps(
 
 def _are_done(members: Members, patience: int) -> bool:
     """Return whether no member has improved for `patience` epochs."""
-    (running,) = _host.any_process(bool(np.any(_tree.local(members.stale) < patience)))
+    (running,) = _host.any_process(bool(np.any(_on_host.local(members.stale) < patience)))
     return not running
 
 
@@ -374,7 +374,7 @@ def chains_from_weights(
     chosen = [weights[chain % len(weights)] for chain in range(num_chains)]
     chains = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *chosen)
     if jitter is None:
-        jitter = JITTER if len(set(_tree.first_alike(chains))) < num_chains else 0
+        jitter = JITTER if len(set(_on_host.first_alike(chains))) < num_chains else 0
     if not jitter:
         return chains
     purpose = "for the jitter that separates chains with equal initial weights"

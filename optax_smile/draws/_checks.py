@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax.core
 import numpy as np
 
-from optax_smile import _check, _tree
+from optax_smile import _check, _on_host
 from optax_smile.draws import likelihoods
 from optax_smile.draws.prediction import Prediction
 
@@ -49,7 +49,7 @@ class Inputs(_check.Tree):
     finite: bool = True
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
-        return super().__call__(where, argument, _tree.as_numeric(where, argument, value), given)
+        return super().__call__(where, argument, _on_host.as_numeric(where, argument, value), given)
 
 
 @dataclass(frozen=True)

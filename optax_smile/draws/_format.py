@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from optax_smile import _check, _disk, _tree
+from optax_smile import _check, _disk, _on_host, _tree
 from optax_smile._disk import Json
 from optax_smile._types import Tree
 from optax_smile._version import __version__
@@ -230,7 +230,7 @@ class DrawFiles:
         """Write a draw `[chain, ...]`, on any device, with the statistics of this process."""
         blocks: list[Block] = []
         stem, done = START if draw == START else f"draw-{draw:08d}", 0
-        for first, last, leaves in _tree.local_blocks(params):
+        for first, last, leaves in _on_host.local_blocks(params):
             rows = slice(done, done := done + last - first + 1)
             file = self.directory / f"{stem}.chains-{first:05d}-{last:05d}.safetensors"
             mine = {name: np.asarray(value)[rows].tolist() for name, value in stats.items()}

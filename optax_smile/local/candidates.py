@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_smile import _check, _tree
+from optax_smile import _check, _on_host
 from optax_smile._types import Batch, Options
 from optax_smile.chains._checks import check_list, curvature
 from optax_smile.potential import Potential, cold_temperature, strength_for
@@ -81,7 +81,7 @@ def network_candidates(
     curvatures = [curvature(losses, x, params, np.asarray(losses(x, params))) for x in seen]
     precision = strength_for(Potential(num_data), float(np.mean(curvatures)), size, allowed)
     make = functools.partial(psmile, num_data=num_data, key=key)
-    temperature = cold_temperature(num_data, _tree.shapes_of_one(params), excess)
+    temperature = cold_temperature(num_data, _on_host.shapes_of_one(params), excess)
     cold = make(temperature=temperature, tuner=angle_tuner(0.3))
     turning: Options = {"decoherence_length": "turning", "tuner": angle_tuner(0.1)}
     return {

@@ -1,0 +1,86 @@
+"""Arrays of several chains or of a loader, on the host."""
+
+import hashlib
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from optax_smile import _check
+from optax_smile._types import Tree
+
+
+def as_numeric(where: str, argument: str, tree: Tree, *, copy: bool = False) -> Tree:
+    """Convert what `np.asarray` can to arrays of numbers in the byte order of the machine.
+
+    Scalars of Python and arrays of JAX stay as they are. A copy lets a loader reuse its memory.
+    """
+
+    def convert(leaf: Tree) -> Tree:
+        if isinstance(leaf, (jax.Array, bool, int, float, complex)):
+            return leaf
+        got = "an array" if isinstance(leaf, np.ndarray) else _check.show(leaf)
+        try:
+            array = np.array(leaf) if copy else np.asarray(leaf)
+        except Exception as error:
+            # Such as a tensor that requires gradients.
+            got = f"{got} ({type(error).__name__}: {_check.cut(error)})"
+        else:
+            if np.can_cast(array.dtype, complex) and not np.ma.is_masked(leaf):
+                return array.astype(array.dtype.newbyteorder("="), copy=False)
+            got += " with masked entries" if np.ma.is_masked(leaf) else f" of dtype {array.dtype}"
+        _check.fail(where, argument, "a tree of arrays of numbers", got)
+
+    return jax.tree.map(convert, tree)
+
+
+def shapes_of_one(chains: Tree) -> Tree:
+    """Return the shapes of one chain of a tree `[chain, ...]`."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chains)
+
+
+def local_blocks(tree: Tree) -> Iterator[tuple[int, int, list[np.ndarray]]]:
+    """Copy the chains that this process holds to the host, each from one of its devices.
+
+    Yields first and last chain of a block, and its leaves `[chain of the block, ...]`. Arrays on
+    several processes are sharded only over the chains.
+    """
+    leaves = jax.tree.leaves(tree)
+    if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
+        yield 0, leaves[0].shape[0] - 1, [np.asarray(leaf) for leaf in leaves]
+        return
+    for shards in zip(*(leaf.addressable_shards for leaf in leaves), strict=True):
+        if shards[0].replica_id == 0:
+            first, stop, _ = shards[0].index[0].indices(leaves[0].shape[0])
+            yield first, stop - 1, [np.asarray(shard.data) for shard in shards]
+
+
+def local(tree: Tree) -> Tree:
+    """Copy the chains that this process holds to the host `[chain of this process, ...]`.
+
+    If chains have copies in several processes, one process holds them and the others none.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    none = [np.empty((0, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+    columns = zip(none, *(block for _, _, block in local_blocks(tree)), strict=True)
+    return jax.tree.unflatten(structure, [np.concatenate(column) for column in columns])
+
+
+def everywhere(tree: Tree) -> Tree:
+    """Copy all chains to the host of every process `[chain, ...]`; all processes call this."""
+    if jax.process_count() == 1:
+        return local(tree)
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def first_alike(tree: Tree) -> list[int]:
+    """Return for each chain of arrays `[chain, ...]` the first one that is equal, bit for bit."""
+    first: dict[bytes, int] = {}
+    alike = []
+    chains = zip(*map(np.asarray, jax.tree.leaves(tree)), strict=True)
+    for chain, leaves in enumerate(chains):
+        content = hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).digest()
+        alike.append(first.setdefault(content, chain))
+    return alike
