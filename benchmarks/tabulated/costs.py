@@ -21,7 +21,8 @@ def _name(record: Record) -> str:
     cell = record["cell"]
     chains = f", {cell['chains']} chains" if cell["chains"] > 1 else ""
     if cell["part"] == "network":
-        return f"whole step, {cell['network']}{chains}"
+        loop = ", Python loop" if "per_program" in cell else ""
+        return f"whole step, {cell['network']}{chains}{loop}"
     leaves = (
         ""
         if cell["leaves"] == 20
