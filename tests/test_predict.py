@@ -351,6 +351,7 @@ OUTPUTS: Any = (
         TARGETS,
         "and broadcasts to it, got the shapes",
     ),
+    ("gaussian", lambda x: (x[:, 0] + 1j, 0.0), TARGETS, "real predictions, got complex64"),
     ("gaussian", lambda x: x[:2], TARGETS, r"a pair \(mean, log_std\) for 'gaussian'"),
     ("gaussian", lambda x: (x[:, 0], 0.0), np.where(LABELS == 2, np.nan, 1), "finite, got nan"),
     ("bernoulli", lambda x: x, LABELS % 2, r"of the mean, \(30, 3\), got \(30,\)"),

@@ -270,6 +270,8 @@ class Predictor:
             rule = f"one whose variance has the shape {shapes[0]} of its mean"
             _check.fail("Predictor", "likelihood", rule, shapes[1])
         for leaf in jax.tree.leaves(outcome):
+            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+                _check.fail("Predictor", "apply_fn", "one with real predictions", leaf.dtype)
             if leaf.shape[:1] != (self.num_inputs,):
                 rule = f"one that returns arrays [input, ...] of {self.num_inputs} inputs"
                 _check.fail("Predictor", "likelihood", rule, f"shape {leaf.shape}")
