@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType
 
-from optax_smile import _check, _joined
+from optax_smile import _check, _joined, _xla
 from optax_smile._types import Tree
 
 # The sampler keeps full-precision parameters: 1 + 1e-3 is 1 in bfloat16 and float16.
@@ -104,7 +104,7 @@ def sums_and_sketch(trees: list[Tree], sketched: Tree) -> tuple[list[jax.Array],
         elif leaves[0].size:
             totals, sketch = _block_sums(leaves, large)
             parts.append(totals)
-        sketches.append(jnp.stack(sketch, axis=-1) / math.sqrt(NUM_SIGNS) if sketch else leaf)
+        sketches.append(_xla.stack(sketch) / math.sqrt(NUM_SIGNS) if sketch else leaf)
     parts += _shared_sums([leaves for leaves in shared if leaves[0].size])
     joined = [jnp.concatenate(column) for column in zip(*parts, strict=True)]
     totals = list(jnp.sum(jnp.stack(joined), axis=1))

@@ -1,4 +1,4 @@
-"""What XLA stores, and in which order: four tricks that change no number.
+"""What XLA stores, and in which order: tricks that change no number.
 
 The measurements are of compiled updates on the CPU with JAX 0.10.2, in arrays of the size of the
 parameters, 10^7 in 20 leaves, or of 705 parameters in 8 leaves (`write_once`). Without any one of
@@ -46,6 +46,17 @@ def replace(
         return jnp.where(after(condition, *others), x, y).astype(y.dtype)
 
     return jax.tree.map(leaf, new, old, *others)
+
+
+def stack(arrays: list[jax.Array]) -> jax.Array:
+    """Stack along a new last axis, without an array for each operand.
+
+    XLA computes each operand of `jnp.stack` in a kernel of its own: `psmile` would have 40 kernels
+    more and compile 1.2 times as long, and move 21.47 arrays instead of 21.43.
+    """
+    *columns, last = [x[..., None] for x in arrays]
+    is_at = [jnp.arange(len(arrays)) == place for place in range(len(columns))]
+    return jnp.select(is_at, columns, last)
 
 
 def write_once(arrays: list[jax.Array]) -> list[jax.Array]:

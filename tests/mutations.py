@@ -450,6 +450,9 @@ DEFECTS = r"""
 - return Joined(jnp.concatenate(few), apart, layout)
 + return Joined(jnp.concatenate(few[::-1]), apart, layout)
 # _xla.py | test_step_cost.py
+= operands of a stack are stored | moves_and_keeps_little
+- return jnp.select(is_at, columns, last)
++ return jnp.stack(arrays, axis=-1)
 = XLA stores the gradient | moves_and_keeps
 - tree, cpu=jax.lax.optimization_barrier, default
 + tree, cpu=lambda same: same, default

@@ -19,7 +19,8 @@ from optax_smile import _tree
 OPTIMIZED = True
 NAIVE: dict[str, Any] = {"step_size": 0.1, "tuner": None, "decoherence_length": None}
 # Options, and parameter-sized arrays read and written: 21 and 29, and sums of blocks of a hundred.
-TRAFFIC = {"psmile": ({}, 21.4), "psmile without noise": (NAIVE, 29.4)}
+# XLA counts the two sums of a sketch, .02, twice where they are stacked while they are read.
+TRAFFIC = {"psmile": ({}, 21.44), "psmile without noise": (NAIVE, 29.44)}
 
 
 @pytest.mark.parametrize(

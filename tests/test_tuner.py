@@ -298,7 +298,7 @@ def test_average_of_the_angle_tuner_stays_after_adapt_steps():
     tuner, nothing = angle_tuner(), shown(np.nan, averages(1.0, 0.5))
     assert turned(tuner, 0, 0, base=0.3)[0] == pytest.approx(1)
     nothing = nothing._replace(
-        error=nothing.error._replace(finite=jnp.zeros((), bool)),
+        error=nothing.error._replace(all_finite=jnp.zeros((), bool)),
         turn_rate=jnp.float32(np.nan),
         turns=nothing.turns._replace(num_turns=jnp.int32(100)),
     )
