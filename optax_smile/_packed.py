@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from optax_smile import _xla
 from optax_smile._types import Tree
 
 Real = Count = Flag = jax.Array
@@ -33,7 +32,7 @@ def pack(state: Tree) -> tuple[Tree, jax.Array, jax.Array, jax.Array]:
         scalars[kind].append(scalar)
 
     arrays = _map(move, state)
-    reals, counts, flags = map(_xla.stack, scalars.values())
+    reals, counts, flags = (jnp.stack(x, axis=-1) for x in scalars.values())
     return arrays, reals, counts, flags
 
 

@@ -49,10 +49,10 @@ def replace(
 
 
 def stack(arrays: list[jax.Array]) -> jax.Array:
-    """Stack along a new last axis, without an array for each operand.
+    """Stack along a new last axis, in the kernels that use the result.
 
-    XLA computes each operand of `jnp.stack` in a kernel of its own: `psmile` would have 40 kernels
-    more and compile 1.2 times as long, and move 21.47 arrays instead of 21.43.
+    `jnp.stack` writes an array: `psmile` moves 21.47 arrays instead of 21.43. For scalars it is
+    better: a step of 705 parameters takes 1.6 times as long if all are computed in one kernel.
     """
     *columns, last = [x[..., None] for x in arrays]
     is_at = [jnp.arange(len(arrays)) == place for place in range(len(columns))]
