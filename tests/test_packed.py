@@ -23,8 +23,9 @@ PARAMS = {
 )
 def test_a_state_has_few_arrays_and_gives_back_its_scalars(name, most):
     make: Any = operator.attrgetter(name)(optax_smile)
-    options = {"key": 0} if name != "published.psmile" else {}
-    state: Any = make(1e-3, num_data=100, **options).init(PARAMS)
+    options: Any = {"key": 0} if name != "published.psmile" else {}
+    options |= {"step_size": 1e-3} if name != "psmile" else {}
+    state: Any = make(num_data=100, **options).init(PARAMS)
     assert len(jax.tree.leaves(state)) <= most
     scalars = [x for x in jax.tree.leaves(state.arrays) if x.ndim == 0]
     # Those of a tuner, or the factor that a user sets.

@@ -396,7 +396,7 @@ def test_any_unit_gives_the_same_angle():
             across = 1 - jnp.maximum(towards, 0) ** 2
             turned_by = length * optax.tree.norm(gradient) / (size - 1) * across
             usual = (
-                state.arrays.dynamics.tuner.usual_length
+                state.unpack().dynamics.tuner.usual_length
                 * state.unpack().dynamics.evidence.turns.mean_turn_rate
             )
             seen = length, turned_by, turned_by / usual

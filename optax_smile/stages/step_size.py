@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_smile import _check
+from optax_smile._packed import Real
 from optax_smile._types import StepSize, Tree
 from optax_smile.stages.evidence import LARGEST_RATIO, SMALLEST_STEP, Evidence
 
@@ -173,7 +174,7 @@ class AngleState(NamedTuple):
     """
 
     step_size_factor: jax.Array
-    usual_length: jax.Array
+    usual_length: Real
 
 
 @dataclass(frozen=True, repr=False)
