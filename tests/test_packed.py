@@ -42,3 +42,19 @@ def test_a_state_has_few_arrays_and_gives_back_its_scalars(name, most):
     jax.tree.map(np.testing.assert_array_equal, again, state[:4])
     kinds = {x.dtype.name for x in jax.tree.leaves(opened[0]) if x.ndim == 0}
     assert kinds == {"float32", "int32", "bool"}
+
+
+def test_float64_arguments_do_not_widen_a_float32_state():
+    with jax.enable_x64(True):
+        numbers = {"num_data": 9.0, "temperature": 0.5, "decoherence_length": 2.0}
+        given: Any = {name: np.float64(number) for name, number in numbers.items()}
+        tuner = optax_smile.angle_tuner(np.float64(0.1))
+        tx = optax_smile.psmile(**given, tuner=tuner, key=0)
+        params = jax.tree.map(lambda x: x.astype(jnp.float32), PARAMS)
+        state = jax.eval_shape(tx.init, params)
+        value = jax.ShapeDtypeStruct((), jnp.float32)
+        after = jax.eval_shape(
+            lambda *x: tx.update(*x[:3], value=x[3]), params, state, params, value
+        )[1]
+        kinds, expected = (jax.tree.map(lambda x: x.dtype, x) for x in (after, state))
+        assert kinds == expected
