@@ -41,7 +41,8 @@ def _are_specs(tree: Tree) -> bool:
 
 def _are_axes(in_axes: object) -> bool:
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes,)
-    return set(map(repr, axes)) <= {"0", "None"} and 0 in axes
+    are_known = all(axis is None or type(axis) is int and axis == 0 for axis in axes)
+    return are_known and any(axis == 0 for axis in axes)
 
 
 STACKED = _check.Tree(axes="[chain, ...]")

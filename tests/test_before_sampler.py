@@ -41,7 +41,7 @@ WRONG = {
     ),
     "decay from 1": (
         optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, 20)),
-        "multiplied by 0",
+        "multiplied by numbers",
     ),
     "little weight decay": (optax.add_decayed_weights(1e-4), "with another direction"),
     "adam": (optax.scale_by_adam(), "with another direction"),

@@ -19,7 +19,7 @@ from optax_smile import _tree
 OPTIMIZED = True
 NAIVE: dict[str, Any] = {"step_size": 0.1, "tuner": None, "decoherence_length": None}
 # Options, and parameter-sized arrays read and written: 21 and 29, and sums of blocks of a hundred.
-# XLA counts the two sums of a sketch, .02, twice where they are stacked while they are read.
+# The two sums of a sketch, .02, are read and written once more, as one array.
 TRAFFIC = {"psmile": ({}, 21.44), "psmile without noise": (NAIVE, 29.44)}
 
 
@@ -45,7 +45,7 @@ def test_a_call_moves_and_keeps_little(name):
 
 
 def test_small_leaves_share_what_is_computed():
-    """Of the 5,300 instructions there are 9,600 if each leaf is computed by itself."""
+    """Of the 4,900 instructions there are 8,300 if each leaf is computed by itself."""
     tx: Any = optax_smile.psmile(num_data=1000, key=jax.random.key(0))
     shapes = (8, 16), (16,), (16, 16), (16,), (16, 16), (16,), (16, 1), (1,)
     params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
@@ -55,7 +55,7 @@ def test_small_leaves_share_what_is_computed():
 
     given = params, jax.eval_shape(tx.init, params), params, jax.ShapeDtypeStruct((), jnp.float32)
     text = jax.jit(step).lower(*given).compile().as_text()
-    assert text is not None and text.count(" = ") <= 7_000
+    assert text is not None and text.count(" = ") <= 5_000
 
 
 SHAPES = ((), (20_000, 300), (5_999_993,), (3, 3, 512, 300), (1_500_000, 4), (200_003, 64))

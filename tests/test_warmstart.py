@@ -109,7 +109,7 @@ def test_batches_that_do_not_suffice():
         (iter([TARGET]), {"num_epochs": 2}, r"batches=...\)` must be .*got none in epoch 2"),
         ([TARGET * jnp.nan], {"num_epochs": 1}, r"loss_fn=...\)` must be .* members \[0, 1, 2\]"),
         ([TARGET], {"validation": {"w": TARGET}}, r"validation=...\)` must be "),
-        ([TARGET], {"validation": TARGET * jnp.nan}, r"loss_fn=...\)` must be .* `validation` fin"),
+        ([TARGET], {"validation": TARGET * jnp.nan}, r"validation=...\)` must be finite, got nan"),
         (
             [TARGET],
             {"aux": jnp.ones(3), "loss": wider},

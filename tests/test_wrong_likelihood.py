@@ -218,7 +218,7 @@ def test_a_step_size_like_a_learning_rate_is_named_with_a_sensible_one():
         found = optax_smile.check(gaussian, start, [(X, REAL)] * 30, sampler).findings
         assert [x.kind for x in found] == ["step size"] * (step_size == 1e-3), found
         if step_size == 1e-3:
-            assert "It is no learning rate" in found[0].advice
+            assert "It is not a learning rate" in found[0].advice
             assert 0.02 < 1e-3 * found[0].value[0] < 2
     chains: Any = jax.tree.map(lambda x: jnp.stack([x, x + 0.1]), start)
     sampler = optax_smile.psmile(1e-3, num_data=ROWS, key=0)

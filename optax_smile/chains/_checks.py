@@ -37,7 +37,8 @@ USABLE = "an iterable of batches, numeric arrays with examples, all of the same 
 
 # Rounding errors of a fingerprint, relative to the norm: twenty times what was seen in float32.
 TOLERANCE = 2e-5
-CONSTANT = 1e-3  # Relative variation up to which the norms of clipped gradients count as equal.
+# Relative variation up to which ratios, or the norms of clipped gradients, count as constant.
+CONSTANT = 1e-3
 MOST_ALTERED = 0.01  # Share of the calls that may look altered by accident.
 # Share of the calls with a clipped or non-finite gradient above which to warn.
 MOST_CLIPPED, MOST_NONFINITE_CALLS = 0.01, 0.001
@@ -285,7 +286,9 @@ def check_step_size(settings: Options | None, state: Tree) -> Check | None:
     fits = "too short for them" if short else "long enough for them"
     text = f"step_size={size:.3g} is the length of a step of all {many} parameters, and {fits}."
     each = f"each parameter moves by about {size / math.sqrt(many):.2g}"
-    advice = f"It is no learning rate: {each}. Leave it out, or try at least {size * factor:.2g}."
+    advice = (
+        f"It is not a learning rate: {each}. Leave it out, or try at least {size * factor:.2g}."
+    )
     return judge("step size", (factor,), MOST_SHORT, not short, text, advice)
 
 
@@ -346,10 +349,11 @@ def check_list(where: str, batches: Sequence, num_data: object, per_chain: bool,
             _check.fail(where, "batches", USABLE, f"batches[{number}], which {reason}")
     if warns:
         batches = [_on_host.as_numeric(where, "batches", batch) for batch in batches]
-        # Batches of a list may be sequences or images of several sizes.
-        if hint and len(batches) < 4 and len({*map(len, batches)}) == 1:
+        if hint and len({(x.shape[1:], x.dtype) for x in batches}) > 1:
+            # Batches of a list may be sequences or images of several sizes.
             are_tokens = all(x.dtype.kind in "iu" for x in batches)
-            if not are_tokens and len({(x.shape[1:], x.dtype) for x in batches}) > 1:
+            are_few = len(batches) < 4 and len({*map(len, batches)}) == 1
+            if kind == "tuple" or are_few and not are_tokens:
                 warn(f"`{where}`: each array of the {kind} `batches` is taken as a batch. {hint}")
         warn_if_failed(where, unequal([size(x, per_chain) for x in batches]))
         warn_if_failed(where, amount(batches, num_data, per_chain))
@@ -440,24 +444,24 @@ class Gradients(NamedTuple):
     pending: jax.Array  # Sum of fingerprints `[2]` since the last gradient of the sampler.
     num_pending: jax.Array  # Number of these fingerprints.
     num_compared: jax.Array  # Gradients that the sampler received and that could be compared.
-    num_clipped: jax.Array  # Of these, ones shortened to one norm, as by a clip.
+    num_shorter: jax.Array  # Of these, shorter ones in the same direction.
     num_changed: jax.Array  # Of these, ones changed in any other way.
-    clip_norm: jax.Array  # Norm of the shortened ones, NaN before.
-    least_ratio: jax.Array  # Smallest ratio of a shortened one to the gradient.
+    shorter_ratios: jax.Array  # Smallest and largest ratio of the shorter ones, `[2]`.
+    shorter_norms: jax.Array  # Smallest and largest norm of the shorter ones, `[2]`.
     changed_ratio: jax.Array  # Ratio of the last changed one, NaN if its direction differs.
 
 
 def no_gradients(number: int) -> Gradients:
     """Return the record before the first call, arrays `[chain, ...]`."""
-    unknown = jnp.full(number, jnp.nan, jnp.float32)
+    ends = jnp.tile(jnp.array([jnp.inf, -jnp.inf], jnp.float32), (number, 1))
     counters = [name for name in Gradients._fields if name.startswith("num_")]
     return Gradients(
         **dict.fromkeys(counters, jnp.zeros(number, jnp.int32)),
         starts_finite=jnp.ones(number, bool),
         pending=jnp.zeros((number, _tree.FINGERPRINT), jnp.float32),
-        clip_norm=unknown,
-        least_ratio=jnp.ones(number, jnp.float32),
-        changed_ratio=unknown,
+        shorter_ratios=ends,
+        shorter_norms=ends,
+        changed_ratio=jnp.full(number, jnp.nan, jnp.float32),
     )
 
 
@@ -502,21 +506,24 @@ def _compare(past: Gradients, received: jax.Array, accepted: jax.Array) -> Gradi
     is_equal &= ~is_one | (jnp.abs(norm - size) <= rounding)
     # The direction of a mean is unknown.
     is_along = ~is_one | (jnp.abs(theirs - ratio * own) <= TOLERANCE * norm)
-    # The first shortened gradient gives the norm of the clip.
-    clip_norm = jnp.where(jnp.isnan(past.clip_norm), norm, past.clip_norm)
-    is_clipped = is_known & ~is_equal & is_along & (ratio > 0) & (ratio < 1)
-    is_clipped &= jnp.abs(norm - clip_norm) <= CONSTANT * clip_norm
-    is_changed = is_known & ~is_equal & ~is_clipped
-    changed_ratio = jnp.where(is_along, ratio, jnp.nan)
+    is_shorter = is_known & ~is_equal & is_along & (ratio > 0) & (ratio < 1)
+    is_changed = is_known & ~is_equal & ~is_shorter
+
+    def ends(before: jax.Array, number: jax.Array) -> jax.Array:
+        extended = jnp.stack([jnp.minimum(before[0], number), jnp.maximum(before[1], number)])
+        return jnp.where(is_shorter, extended, before)
+
     return past._replace(
         pending=jnp.zeros_like(past.pending),
         num_pending=past.num_pending * 0,
         num_compared=_tree.count(past.num_compared, is_known),
-        num_clipped=_tree.count(past.num_clipped, is_clipped),
+        num_shorter=_tree.count(past.num_shorter, is_shorter),
         num_changed=_tree.count(past.num_changed, is_changed),
-        clip_norm=jnp.where(is_clipped, clip_norm, past.clip_norm),
-        least_ratio=jnp.where(is_clipped, jnp.minimum(past.least_ratio, ratio), past.least_ratio),
-        changed_ratio=jnp.where(is_changed, changed_ratio, past.changed_ratio),
+        shorter_ratios=ends(past.shorter_ratios, ratio),
+        shorter_norms=ends(past.shorter_norms, norm),
+        changed_ratio=jnp.where(
+            is_changed, jnp.where(is_along, ratio, jnp.nan), past.changed_ratio
+        ),
     )
 
 
@@ -534,20 +541,34 @@ def check_gradients(where: str, seen: Gradients, are_compared: bool):
 
 def changed(seen: Gradients) -> str:
     """Say how gradients are changed, other than by one clip of their norm; "" if they are not."""
-    ratios = seen.changed_ratio[seen.num_changed > MOST_ALTERED * seen.num_compared]
-    if not ratios.size:
-        return ""
-    ratio = float(np.median(ratios))
-    return "with another direction" if np.isnan(ratio) else f"multiplied by {ratio:.6g}"
+    is_changed = seen.num_changed > MOST_ALTERED * seen.num_compared
+    if np.any(is_changed):
+        ratios = seen.changed_ratio[is_changed]
+        if np.any(np.isnan(ratios)):
+            return "with another direction"
+        low = high = float(np.median(ratios))
+    else:
+        is_shorter = seen.num_shorter > 0
+        lows, highs = seen.shorter_ratios[is_shorter].T
+        shortest, longest = seen.shorter_norms[is_shorter].T
+        # Clipped gradients all have the same length.
+        varies = longest > (1 + CONSTANT) * shortest
+        if not np.any(varies):
+            return ""
+        low, high = float(np.min(lows[varies])), float(np.max(highs[varies]))
+    if low < high and high >= (1 + CONSTANT) * low:
+        return f"multiplied by numbers from {low:.3g} to {high:.3g}"
+    return f"multiplied by {low:.6g}"
 
 
 def check_clips(seen: Gradients) -> Check:
     """Find an active clip before the sampler, and say what it costs."""
-    share = float(np.sum(seen.num_clipped) / max(np.sum(seen.num_compared), 1))
+    share = float(np.sum(seen.num_shorter) / max(np.sum(seen.num_compared), 1))
+    shortest = float(np.nanmin(np.where(seen.num_shorter > 0, seen.shorter_ratios[:, 0], 1)))
     text = (
         f"A clip before the sampler shortens {share:.1%} of the gradients, by up to a factor of"
-        f" {1 / np.min(seen.least_ratio):.3g}. Where it acts, the draws come from a distribution"
-        " that is flatter than the posterior."
+        f" {1 / shortest:.3g}. Where it acts, the draws come from a distribution that is flatter"
+        " than the posterior."
     )
     return _of_share("clipped gradients", share, MOST_CLIPPED, text, CLIP)
 

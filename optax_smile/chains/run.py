@@ -27,7 +27,7 @@ from optax_smile.state import AFTER
 BatchPer = Literal["gradient", "step"]
 RESTART = "A generator cannot be restarted: pass a list."
 AGREE_EVERY = 100  # Steps after which several processes agree on signals and checkpoints.
-LEFT = "A process left the loop over `Run.draws`, which all must leave at the same draw."
+LEFT = "A process left the loop over `Run.draws`. All must leave it at the same draw."
 # What follows the message of an interrupt after which the draws so far are returned.
 EXIT = "A script that is to be restarted must not exit with status 0: see `interrupted`."
 
@@ -350,7 +350,7 @@ class Run:
             for check in (_checks.check_finite(seen), _checks.check_clips(seen)):
                 _checks.warn_if_failed(self.where, check)
         draws = self._kept.result()
-        vars(draws).update(interrupted=self._interrupted)
+        draws.interrupted = self._interrupted
         return draws
 
     @_method

@@ -198,6 +198,11 @@ def warmstart(
                         _checks.warn_of_sum("warmstart", of_batch, batch, False, mesh)
                     if validation is not None:
                         losses.check(members, validation, "validation")
+                        # A loss may ignore missing numbers.
+                        if not _checks.is_finite(validation) and not np.any(
+                            np.isfinite(_on_host.local(losses(members, validation)))
+                        ):
+                            _check.fail("warmstart", "validation", "finite", "nan or inf")
                 members = train(members, losses.put(batch))
                 if epoch == first_epoch and num_batches == 1:
                     bar.show(epoch)

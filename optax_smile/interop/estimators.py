@@ -51,6 +51,19 @@ def _apply(layers: Sequence[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.A
     return x @ layers[-1][0] + layers[-1][1]
 
 
+def _scaler(columns: np.ndarray) -> Any:
+    """Fit in float64; powers of two keep the squares of tiny and huge numbers finite."""
+    largest = np.abs(columns).max(axis=0)
+    exponents = np.frexp(largest)[1]
+    scaler: Any = StandardScaler().fit(np.ldexp(columns, -exponents))
+    mean, scale = (np.ldexp(x, exponents) for x in (scaler.mean_, scaler.scale_))
+    # Numbers below 1 have a deviation of 1 only if they are constant.
+    is_constant = (scaler.scale_ == 1) & (largest > 0)
+    scaler.mean_ = np.where(is_constant, columns[0], mean)
+    scaler.scale_ = np.where(is_constant, largest, scale)
+    return scaler
+
+
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class _Bayesian(BaseEstimator):
     init: Callable[..., optax.Params] | None = None
@@ -82,7 +95,7 @@ class _Bayesian(BaseEstimator):
     def _fit(self, x: np.ndarray, y: np.ndarray, num_outputs: int, **others: jax.Array):
         _check.Function("(num_data=, prior_precision=, key=)")("fit", "sampler", self.sampler)
         x = np.asarray(x, float)
-        self.scaler_: Any = StandardScaler().fit(x)
+        self.scaler_ = _scaler(x)
         data = np.asarray(self.scaler_.transform(x), np.float32), self._code("fit", y)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         split = train_test_split(*data, test_size=HELD_OUT, random_state=seed)
@@ -168,7 +181,7 @@ class BayesianRegressor(RegressorMixin, _Bayesian):
     def fit(self, X: Batch, y: Batch):
         """Train and sample with features `X` `[input, feature]` and targets `y` `[input]`."""
         X, y = validation.validate_data(self, X, y, ensure_min_samples=2, y_numeric=True)
-        scaler: Any = StandardScaler().fit(_check.host("fit", "y", y).astype(float)[:, None])
+        scaler = _scaler(_check.host("fit", "y", y).astype(float)[:, None])
         self.center_, self.width_ = scaler.mean_[0], scaler.scale_[0]
         return self._fit(X, y, 1, log_std=jnp.zeros(()))
 

@@ -218,9 +218,13 @@ class Momentum:
         num_parameters, num_drifts = _tree.size(state.direction), len(self.scheme.drifts)
         before = self.heading(state.moving, sums)
         length = self._length(self.scheme.kicks[1:], state)
+        opens_step = state.drift_index % num_drifts == 0
+        if num_drifts == 1:
+            # The compiler leaves out what would follow inside a step.
+            opens_step = jnp.ones_like(opens_step)
         return self.kick(before, length, num_parameters), StepEnd(
             is_end=state.drift_index == num_drifts,
-            opens_step=state.drift_index % num_drifts == 0,
+            opens_step=opens_step,
             kinetic_change=self.kinetic_change(before, length, num_parameters),
             step_length=state.step_length,
             turn_rate=turn_rate(sums, before.cosine, num_parameters),

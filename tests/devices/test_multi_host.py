@@ -152,7 +152,7 @@ def test_processes_leave_a_loop_together_or_are_told(tmp_path, way):
         assert all("draws: 3" in text and "draws: 6" in text for text in said)
     else:
         assert 0 not in codes, show(tmp_path)
-        assert all("left the loop over `Run.draws`, which all must leave" in x for x in said)
+        assert all("left the loop over `Run.draws`. All must leave" in x for x in said)
 
 
 @pytest.mark.nightly
