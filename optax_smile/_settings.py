@@ -66,7 +66,7 @@ def of(transformation: optax.GradientTransformation, params: optax.Params) -> Op
     reports: Options = {}
     before = _REPORTS.set(reports)
     try:
-        injected = jax.jit(numbers)()
+        injected = jax.jit(numbers)() if jax.eval_shape(numbers) else {}
     finally:
         _REPORTS.reset(before)
     return {name: _describe(value) for name, value in (reports | injected).items()} or None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -91,14 +92,10 @@ class Chains:
 
         self._one = parallel.step(one_call, self._carry, mesh=mesh, per_chain=per_chain)
         self._many = parallel.step(many, self._carry, mesh=mesh, per_chain=per_chain)
-        self._record = self._compile(_record_of_chain)
+        self._record = _compiled(_record_of_chain, mesh)
         self.loss = loss
         self._losses = _checks.Losses("sample", loss, self.number, per_chain, mesh, hint)
-        self._draw = self._compile(_draw_of_chain)
-
-    def _compile(self, function: Callable) -> Callable:
-        own = None if self.mesh is None else parallel._chain_sharding(self.mesh)
-        return jax.jit(parallel.over_chains(function, mesh=self.mesh), out_shardings=own)
+        self._draw = _compiled(_draw_of_chain, mesh)
 
     def losses(self, batch: Batch, params: Tree = None, aux: Tree = None) -> jax.Array:
         """Compute the loss of each chain `[chain]`, at its current point or at another one."""
@@ -177,11 +174,11 @@ class Chains:
     @property
     def tree(self) -> Chain:
         """Carry of all chains, arrays `[chain, ...]`: a copy, since calls donate their carry."""
-        return jax.tree.map(jnp.copy, self._carry)
+        return parallel._copy(self._carry)
 
     @tree.setter
     def tree(self, tree: Chain):
-        self._carry = jax.tree.map(jnp.copy, tree)
+        self._carry = parallel._copy(tree)
 
     def record(self) -> tuple[dict[str, np.ndarray], _checks.Gradients]:
         """Return statistics and record of the gradients, `[chain, ...]` of this process."""
@@ -207,6 +204,13 @@ def _stack(batches: Sequence[Batch], axis: int) -> Batch | None:
         return jax.tree.map(join, *batches)
     except ValueError:
         return None
+
+
+@functools.cache
+def _compiled(function: Callable, mesh: Mesh | None) -> Callable:
+    """Compile a function of the carry for all chains, once for all runs of the same shapes."""
+    own = None if mesh is None else parallel._chain_sharding(mesh)
+    return jax.jit(parallel.over_chains(function, mesh=mesh), out_shardings=own)
 
 
 def _call_of_chain(
