@@ -1,6 +1,5 @@
 """Each way in which loops call `update`: the same chain as in a loop that passes everything."""
 
-import functools
 from typing import Any
 
 import chex
@@ -36,11 +35,6 @@ def sghmc(**options) -> Any:
     return optax_smile.sghmc(1e-2, num_data=100, key=KEY, **options)
 
 
-def psmile(**options) -> Any:
-    # Its state holds the start of a step.
-    return optax_smile.psmile(num_data=100, key=KEY, integrator="minimal_norm", **options)
-
-
 def follow(tx, call, batches=BATCHES, start: Any = START):
     """Parameters and state after calls `call(tx, grads, state, params, loss)`."""
 
@@ -61,20 +55,19 @@ def without_params(tx, grads, state, params, loss):
     return tx.update(grads, state, value=loss)
 
 
-@functools.cache
-def expected(build):
-    params, state = follow(build(), plain)
+@pytest.fixture(scope="module")
+def expected():
+    params, state = follow(sghmc(), plain)
     return params, last_accepted(state, params), stats(state)
 
 
-def assert_same(found, build):
-    chex.assert_trees_all_close(found, expected(build), rtol=1e-5, atol=1e-6)
+def assert_same(found, expected):
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("build", [sghmc, psmile])
-def test_without_params_the_state_has_those_of_the_loop(build):
-    params, state = follow(tracked(build()), without_params)
-    assert_same((params, last_accepted(state), stats(state)), build)
+def test_without_params_the_state_has_those_of_the_loop(expected):
+    params, state = follow(tracked(sghmc()), without_params)
+    assert_same((params, last_accepted(state), stats(state)), expected)
     chex.assert_trees_all_close(state.tracked_params, params, rtol=1e-6)
     for part in state, state.sampler_state:
         for name in part._fields:
@@ -99,7 +92,6 @@ LABELS: Any = {"mean": "sampled", "offset": "sampled", "table": "frozen"}
 WRAPPED: dict[str, Any] = {
     "inject_hyperparams": lambda tx: tracked(injected()),
     "MultiSteps": lambda tx: optax.MultiSteps(tracked(tx), 2),
-    "chain": lambda tx: tracked(optax.chain(optax.clip_by_global_norm(1e9), tx)),
     "partition": lambda tx: optax.partition(
         {"sampled": tracked(tx), "frozen": optax.set_to_zero()}, LABELS
     ),
@@ -107,7 +99,7 @@ WRAPPED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_wrappers_pass_on_that_there_are_no_params(name):
+def test_wrappers_pass_on_that_there_are_no_params(name, expected):
     tx, has_table = WRAPPED[name](sghmc()), name == "partition"
     start = START | ({"table": jnp.arange(3.0)} if has_table else {})
     batches = jnp.repeat(BATCHES, 2, axis=0) if name == "MultiSteps" else BATCHES
@@ -120,10 +112,10 @@ def test_wrappers_pass_on_that_there_are_no_params(name):
         whole = last_accepted(state, params | {"table": table})
         chex.assert_trees_all_equal(whole["table"], table)
         chex.assert_trees_all_close(whole["mean"], drawn["mean"], rtol=1e-6)
-    assert_same((params, drawn, stats(state)), sghmc)
+    assert_same((params, drawn, stats(state)), expected)
 
 
-def test_a_bfloat16_model_with_a_master_copy():
+def test_a_bfloat16_model_with_a_master_copy(expected):
     """The loop has half-precision weights alone; gradients are in half precision."""
     tx = tracked(sghmc())
 
@@ -137,7 +129,7 @@ def test_a_bfloat16_model_with_a_master_copy():
     model, state = optax.tree.cast(START, jnp.bfloat16), tx.init(START)
     for batch in BATCHES:
         model, state = step(model, state, batch)
-    chex.assert_trees_all_close(last_accepted(state), expected(sghmc)[1], atol=3e-2)
+    chex.assert_trees_all_close(last_accepted(state), expected[1], atol=3e-2)
     assert last_accepted(state)["mean"].dtype == jnp.float32
     with pytest.raises(ValueError, match=r"with float32\[3\] at \['mean'\], got bfloat16"):
         last_accepted(state, model)
@@ -202,7 +194,7 @@ def model_loop(tx, start, passes=lambda model: model):
         return eqx.apply_updates(model, updates), state
 
     model, state = MODEL, tx.init(start)
-    for batch in BATCHES[:4]:
+    for batch in BATCHES[:3]:
         model, state = step(model, state, batch)
     return model, state
 
@@ -210,8 +202,8 @@ def model_loop(tx, start, passes=lambda model: model):
 def test_whole_models_and_gradients_that_are_none():
     """As a sampler that never saw the frozen leaf, which a loop may well change."""
     moving = eqx.filter(MODEL, SPEC)
-    wanted, alone = model_loop(psmile(), moving, lambda model: eqx.filter(model, SPEC))
-    model, state = model_loop(psmile(), MODEL)
+    wanted, alone = model_loop(sghmc(), moving, lambda model: eqx.filter(model, SPEC))
+    model, state = model_loop(sghmc(), MODEL)
     assert stats(state).num_parameters == optax.tree.size(moving)
     chex.assert_trees_all_close(
         eqx.filter(model, SPEC), eqx.filter(wanted, SPEC), rtol=1e-4, atol=1e-5
@@ -223,11 +215,10 @@ def test_whole_models_and_gradients_that_are_none():
     chex.assert_trees_all_close(eqx.filter(drawn, SPEC), expected, atol=1e-5)
     assert drawn.activation is jax.nn.relu and drawn.rate == 0.5
     # What the loop makes of a leaf without a gradient is its own.
-    for passes in (lambda model: model), (lambda model: None):
-        _, state = model_loop(tracked(sghmc()), MODEL, passes)
-        at = eqx.combine(eqx.filter(state.tracked_params, SPEC), changed)
-        chex.assert_trees_all_equal(last_accepted(state, at).layer.bias, changed.layer.bias)
-        chex.assert_trees_all_equal(last_accepted(state).layer.bias, MODEL.layer.bias)
+    _, state = model_loop(tracked(sghmc()), MODEL, lambda model: None)
+    at = eqx.combine(eqx.filter(state.tracked_params, SPEC), changed)
+    chex.assert_trees_all_equal(last_accepted(state, at).layer.bias, changed.layer.bias)
+    chex.assert_trees_all_equal(last_accepted(state).layer.bias, MODEL.layer.bias)
 
 
 def test_integers_get_no_update():
