@@ -124,7 +124,7 @@ DEFECTS = r"""
 = change across a new scale | change_of_the_scale
 - scale_stays = self.preconditioner.stays(state.dynamics.preconditioner, measured.weight)
 + scale_stays = True
-# stages/evidence.py | test_arrival.py
+# stages/evidence.py | test_tuner.py
 = a loss that falls is not told | loss_still_falls
 - is_falling=jnp.where(judges, fall > chance,
 + is_falling=jnp.where(judges, fall > 1e9 * chance,

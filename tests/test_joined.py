@@ -1,5 +1,7 @@
-"""Small leaves that travel joined through a call change nothing but the time."""
+"""How a state travels: its small leaves joined in a call, its scalars packed between calls."""
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import pytest
 
 import optax_smile
 from optax_smile import _joined, _tree
+from optax_smile._packed import pack, unpack
 
 SHAPES = {"a": (10,), "b": (40, 50), "c": (3, 4), "d": (), "e": (600,), "f": (2, 300)}
 KEYS = jax.random.split(jax.random.key(0), len(SHAPES))
@@ -49,8 +52,11 @@ def prior(params):
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "prior per leaf": {"prior_precision": {**dict.fromkeys(SHAPES, 2.0), "c": jnp.ones((3, 4))}},
-    "two calls a step": {"integrator": "minimal_norm", "prior_mean": "start"},
+    "two calls a step": {
+        "integrator": "minimal_norm",
+        "prior_mean": "start",
+        "prior_precision": {**dict.fromkeys(SHAPES, 2.0), "c": jnp.ones((3, 4))},
+    },
     "frozen leaf": {"prior_precision": 0, "log_prior": prior},
 }
 
@@ -92,10 +98,7 @@ def test_join_and_part_give_back_the_tree_and_what_is_around_it():
 
 def test_only_leaves_of_one_precision_on_one_device_are_joined():
     with jax.enable_x64(True):
-        mixed = {
-            name: x.astype("float64" if name == "a" else x.dtype) for name, x in PARAMS.items()
-        }
-        assert _joined.choose(mixed, 0) is None
+        assert _joined.choose(PARAMS | {"a": PARAMS["a"].astype("float64")}, 0) is None
     few = {name: PARAMS[name] for name in "ab"}
     assert _joined.choose(few, 0) is None and _joined.choose(PARAMS, 10**6) is None
     mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
@@ -112,3 +115,50 @@ def test_a_change_of_one_joined_leaf_is_seen():
         changed = {**params, name: params[name] + 1e-2}
         after: Any = tx.update(PARAMS, state, changed, value=1.0)[1]
         assert after.unpack().probe.num_altered == 1, name
+
+
+# Between calls.
+
+WIDTHS = 8, 16, 16, 16, 1
+NETWORK = {
+    f"layer {i}": {"kernel": jnp.ones(shape), "bias": jnp.zeros(shape[1])}
+    for i, shape in enumerate(zip(WIDTHS[:-1], WIDTHS[1:], strict=True))
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("psmile", 40), ("published.psmile", 48), ("psgld", 25)]
+)
+def test_a_state_has_few_arrays_and_gives_back_its_scalars(name, most):
+    make: Any = operator.attrgetter(name)(optax_smile)
+    options: Any = {"key": 0} if name != "published.psmile" else {}
+    options |= {"step_size": 1e-3} if name != "psmile" else {}
+    state: Any = make(num_data=100, **options).init(NETWORK)
+    assert len(jax.tree.leaves(state)) <= most
+    scalars = [x for x in jax.tree.leaves(state.arrays) if x.ndim == 0]
+    # Those of a tuner, or the factor that a user sets.
+    assert len(scalars) <= 2
+    of_chains = jax.tree.map(lambda x: jnp.stack([x, jnp.ones_like(x)]), state)
+    for one in (0, 1):
+        expected = jax.tree.map(lambda x, one=one: x[one], of_chains).unpack()
+        found = jax.tree.map(lambda x, one=one: x[one], of_chains.unpack())
+        jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), found, expected)
+    jax.tree.map(np.testing.assert_array_equal, pack(unpack(*state[:4])), state[:4])
+    kinds = {x.dtype.name for x in jax.tree.leaves(state.unpack()) if x.ndim == 0}
+    assert kinds == {"float32", "int32", "bool"}
+
+
+def test_float64_arguments_do_not_widen_a_float32_state():
+    with jax.enable_x64(True):
+        numbers = {"num_data": 9.0, "temperature": 0.5, "decoherence_length": 2.0}
+        given: Any = {name: np.float64(number) for name, number in numbers.items()}
+        tuner = optax_smile.angle_tuner(np.float64(0.1))
+        tx = optax_smile.psmile(**given, tuner=tuner, key=0)
+        params = jax.tree.map(lambda x: x.astype(jnp.float32), NETWORK)
+        state = jax.eval_shape(tx.init, params)
+        value = jax.ShapeDtypeStruct((), jnp.float32)
+        after = jax.eval_shape(
+            lambda *x: tx.update(*x[:3], value=x[3]), params, state, params, value
+        )[1]
+        kinds, expected = (jax.tree.map(lambda x: x.dtype, x) for x in (after, state))
+        assert kinds == expected

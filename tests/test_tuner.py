@@ -451,3 +451,32 @@ def test_steps_on_clean_quadratics_settle(size):
     assert np.mean(moves[..., 1:] * moves[..., :-1]) > -0.3 * np.mean(moves**2)
     # Of an isotropic Gaussian: a step changes the gradient by its own length.
     assert usual[0, -1] == pytest.approx((2**0.5 * step_size.ANGLE * (size - 1)) ** 0.5, rel=0.2)
+
+
+def test_a_chain_whose_loss_still_falls_is_on_its_way():
+    """By more than batches and the energy of a chain that has arrived, sqrt(50) nats, explain."""
+    number, num_data, noise = 4000, 1000, 0.05
+    trends = np.linspace(0, 1, number) * np.array([[0.0], [-0.2], [0.2], [-0.002]])
+    # The way there is forgotten.
+    trends[[0, 3], :400] += 10.0
+    drawn = np.random.default_rng(0).normal(size=(100, 1, number))
+    kept = np.arange(number) % 5 > 0
+    # What is rejected does not enter.
+    values = np.where(kept, 2 + trends + noise * drawn, np.nan).astype(np.float32)
+
+    @jax.jit
+    @jax.vmap
+    @jax.vmap
+    def falling(values):
+        def call(past, given):
+            after = past.observe(given[0], num_data, 100, given[1])
+            return after, (after.fall, after.is_falling)
+
+        return jax.lax.scan(call, evidence.init(jnp.zeros(3)).loss, (values, kept))[1]
+
+    fall, is_falling = map(np.asarray, falling(values))
+    assert is_falling[:, [0, 3], 1920:].mean() < 0.005 and is_falling[:, 2].mean() < 0.005
+    assert is_falling[:, [0, 3], 600].all() and is_falling[:, 1, number // 2 :].all()
+    # From the calls 1,024 to 2,047 that are kept to those from there on, 3,200 in all.
+    middles = (1024 + 2047) / 2 - (2048 + 3200) / 2
+    np.testing.assert_allclose(fall[:, 1, -1].mean(), -num_data * 0.2 * middles / 3200, rtol=0.03)
