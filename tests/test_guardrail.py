@@ -8,14 +8,13 @@ import numpy as np
 import optax
 import pytest
 from paper import PAPER
+from public_samplers import quick_psmile
 from test_langevin import flat, ulps
 from test_momentum import CALLS_PER_STEP
 from test_tuner import slow_quantile
 
 import optax_smile
 
-# A scale within the few calls of a test: see conftest.py.
-SHORT_WINDOWS = True
 LEAVES = {"large": (1e3, (4,)), "one": (1.0, ()), "small": (1e-2, (2, 3)), "tiny": (1e-6, (3,))}
 RNG = np.random.default_rng(0)
 PARAMS = {k: np.array(x * RNG.standard_normal(y), "float32") for k, (x, y) in LEAVES.items()}
@@ -39,7 +38,8 @@ def build(name, integrator, **arguments):
     """A sampler as published but for its integrator, and its jitted update."""
     options: Any = PAPER | {"integrator": integrator} | arguments
     options |= {"key": jax.random.key(0) if options["decoherence_length"] else None}
-    tx = getattr(optax_smile, name)(0.5, num_data=1, prior_precision=0.0, **options)
+    sampler = quick_psmile if name == "psmile" else optax_smile.smile
+    tx: Any = sampler(0.5, num_data=1, prior_precision=0.0, **options)
     return tx, jax.jit(tx.update)
 
 
@@ -53,15 +53,18 @@ def add(params, updates):
 
 
 class Record(NamedTuple):
-    """One call: the parameters that it judged, those that it proposed, the state after it."""
+    """One call: the parameters that it judged, those that it proposed, the state after it.
+
+    And what that says of itself.
+    """
 
     judged: Any
     proposal: Any
     state: Any
+    stats: Any
 
-    @property
-    def stats(self):
-        return optax_smile.stats(self.state)
+
+see = jax.jit(optax_smile.stats)
 
 
 def drive(update, params, state, inputs):
@@ -70,7 +73,7 @@ def drive(update, params, state, inputs):
     records = []
     for index, value in enumerate(values):
         updates, state = update(at(grads, index), state, params, value=value)
-        records.append(Record(params, add(params, updates), state))
+        records.append(Record(params, add(params, updates), state, see(state)))
         params = records[-1].proposal
     return records
 
@@ -119,14 +122,14 @@ def test_nothing_else_of_a_rejected_point_survives():
     chex.assert_trees_all_equal(without_energy(after), without_energy(other))
 
     # The energy is reported as it is.
-    stats, expected = optax_smile.stats(after), float(optax_smile.stats(kept).energy_change)
+    stats, expected = see(after), float(see(kept).energy_change)
     np.testing.assert_allclose(stats.energy_change, expected + HUGE - values[0], rtol=1e-6)
     # What stays as it was before that point, bit by bit, and what is counted and adapted.
     chex.assert_trees_all_equal(
         after.unpack().dynamics.preconditioner, before.unpack().dynamics.preconditioner
     )
     assert after.unpack().num_steps == before.unpack().num_steps
-    assert stats.num_rejected == optax_smile.stats(before).num_rejected + 1
+    assert stats.num_rejected == see(before).num_rejected + 1
     assert (
         stats.num_nonfinite == 0
         and after.unpack().dynamics.evidence.turns == before.unpack().dynamics.evidence.turns
@@ -134,7 +137,7 @@ def test_nothing_else_of_a_rejected_point_survives():
     factor = before.arrays.dynamics.tuner.step_size_factor * 0.98
     np.testing.assert_allclose(after.arrays.dynamics.tuner.step_size_factor, factor, rtol=1e-6)
     # The energy enters the averages with three times the threshold.
-    mean, std = float(optax_smile.stats(before).energy_mean), optax_smile.stats(before).energy_std
+    mean, std = float(see(before).energy_mean), see(before).energy_std
     capped, count = (
         3 * slow_quantile(mean, std, 0.98),
         int(after.unpack().dynamics.evidence.energies.num_energies),
@@ -146,7 +149,7 @@ def test_nothing_else_of_a_rejected_point_survives():
     updates, last = update(at(grads, 1), after, add(params, first), value=values[1])
     whitened = flat(at(grads, 1)) / scale_of(after)
     direction = -whitened / np.linalg.norm(whitened)
-    step_size = float(optax_smile.stats(last).step_size)
+    step_size = float(see(last).step_size)
     np.testing.assert_allclose(flat(last.arrays.dynamics.momentum.direction), direction, atol=1e-6)
     moved = step_size * direction / scale_of(last)
     np.testing.assert_allclose(flat(updates), moved, rtol=1e-4, atol=1e-6)
@@ -298,7 +301,7 @@ def test_rejected_steps_are_taken_back_to_two_ulp(case, options, is_fused):
         state = optax.tree.set(state, step_size_factor=factor)
         value, grads = noisy_loss(params, at(batches, index))
         proposal, state = call(params, state, grads, value + added[index])
-        stats = optax_smile.stats(state)
+        stats = see(state)
         assert stats.step_end == (place == calls_per_step)
         if stats.accepted:
             assert not np.isnan(added[index])
@@ -328,14 +331,14 @@ def test_a_value_at_one_end_only_gives_no_energy():
     def call(index, value):
         value = None if value is None else np.float32(value)
         updates, after = update(at(grads, index), state, params, value=value)
-        return add(params, updates), after, optax_smile.stats(after)
+        return add(params, updates), after, see(after)
 
     # No step is open after a rejected one.
     values = 0.0, None, None, HUGE, HUGE, None, 0.1, HUGE, 0.2, 0.1
     with_energy, accepted = (0, 4, 7, 9), (0, 1, 2, 3, 4, 5, 6, 8, 9)
     for index, value in enumerate(values):
         has_energy, kept = index in with_energy, index in accepted
-        before = optax_smile.stats(state)
+        before = see(state)
         params, state, stats = call(2 * index, value)
         assert int(stats.energy_level) == (value is not None)
         assert np.isfinite(stats.energy_change) == has_energy, index
@@ -348,4 +351,4 @@ def test_a_value_at_one_end_only_gives_no_energy():
             assert not inside.step_end and inside.accepted and np.isnan(inside.energy_change)
             assert int(inside.energy_level) == (middle is not None)
             assert inside.energy_mean == stats.energy_mean
-    assert int(optax_smile.stats(state).num_nonfinite) == 0
+    assert int(see(state).num_nonfinite) == 0

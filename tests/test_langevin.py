@@ -22,6 +22,7 @@ NUM_DATA, TEMPERATURE = 50.0, 2.5
 PRIOR = {"b": 4.0, "w": {"inner": 0.5, "outer": 0.0}}
 SIZE = 8
 PRIOR_OF_EACH = np.array([4.0] * 3 + [0.5] * 4 + [0.0])
+MEAN = np.linspace(-1, 1, SIZE)
 RNG = np.random.default_rng(0)
 START = RNG.normal(size=SIZE)
 ROOT = RNG.normal(size=(SIZE, SIZE))
@@ -43,6 +44,7 @@ def schedule(count):
 
 def build(name, step_size: Any = OF_STEP_SIZE, **options) -> Any:
     common = {"num_data": NUM_DATA, "prior_precision": PRIOR, "temperature": TEMPERATURE, "key": 3}
+    common["prior_mean"] = as_tree(MEAN)
     return getattr(optax_smile, name)(step_size, **common | options)
 
 
@@ -91,7 +93,7 @@ def textbook(move, noise):
     for call, z in enumerate(noise):
         x = positions[-1]
         history.append(loss_gradient(x, call))
-        gradient = (NUM_DATA * history[-1] + PRIOR_OF_EACH * x) / TEMPERATURE
+        gradient = (NUM_DATA * history[-1] + PRIOR_OF_EACH * (x - MEAN)) / TEMPERATURE
         positions.append(x + move(call, gradient, history, z))
     return np.array(positions)
 

@@ -454,7 +454,9 @@ def test_random_signs_are_those_of_the_place():
 # With gradients of batches, against a step in NumPy.
 
 PRECISIONS = {"x": 0.5, "y": 3.0, "last": 0.0}
+MEANS: Any = {"x": 1.0, "y": np.array([[0.0, 1], [2, 3]]), "last": 2.0}
 POSTERIOR: Any = {"num_data": 12.0, "prior_precision": PRECISIONS, "temperature": 1.7}
+POSTERIOR["prior_mean"] = MEANS
 BATCHES = np.random.default_rng(8).standard_normal((41, 8)) / 3
 
 
@@ -464,7 +466,9 @@ def loss_fn(params, batch):
 
 def energy(params, batch):
     """U of that mean loss under `POSTERIOR`."""
-    prior = sum(PRECISIONS[name] * jnp.sum(x**2) / 2 for name, x in params.items())
+    prior = sum(
+        PRECISIONS[name] * jnp.sum((x - MEANS[name]) ** 2) / 2 for name, x in params.items()
+    )
     return (12 * loss_fn(params, batch) + prior) / 1.7
 
 

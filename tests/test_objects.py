@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import shutil
 from typing import Any
 
 import jax
@@ -30,11 +31,12 @@ def loss_fn(params, batch):
     return -jnp.sum(params["<b>"]) + 0 * jnp.sum(batch)
 
 
-@pytest.fixture
-def stored(tmp_path):
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
     """A run in which every step adds 2."""
     start, steps = {"<b>": PARAMS["<b>"][:, 0] - 2}, {"num_warmup": 0, "thin": 1, "check": False}
-    return run(tmp_path, loss_fn, start, stub(2.0, noise=0), batches=[jnp.ones(3)], **steps)
+    given: Any = tmp_path_factory.mktemp("run"), loss_fn, start, stub(2.0, noise=0)
+    return run(*given, batches=[jnp.ones(3)], **steps)
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -74,15 +76,17 @@ def test_what_is_no_number_of_a_draw(draws):
             draws[index]
 
 
-def test_stored_draws_are_read_one_by_one(stored):
+def test_stored_draws_are_read_one_by_one(stored, tmp_path):
     """Where all other files are gone."""
+    shutil.copytree(stored.directory, tmp_path / "copy")
+    stored = optax_smile.load_snapshots(tmp_path / "copy")
     for number in range(DRAWS - 1):
         (file,) = stored.directory.glob(f"draw-*{number}.chains*")
         file.unlink()
     assert first_entry(stored[-1]) == IN_ORDER[-1] and len(stored[-2:]) == 2 and repr(stored)
     with pytest.raises(IndexError):
         stored[ALL]
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match="No such file"):
         stored[0]
 
 
@@ -188,7 +192,7 @@ def test_what_the_lines_say(stored):
     ]
     lines = repr(stored).splitlines()
     assert lines[0] == "StoredSnapshots: 3 chains of 4 draws"
-    assert lines[-1] == f"  folder   {stored.directory}"
+    assert lines[-1] == f"  folder  {stored.directory}"
     assert "3,240 numbers per draw, 5.18 MB in total" in repr(large())
     assert "kernel float32[9, 9], 39 more" in repr(large())
     density = f"log_density  float32[50], mean {np.mean(classes().log_density):.4f}"
