@@ -22,7 +22,7 @@ NUM_DATA, TEMPERATURE = 50.0, 2.5
 PRIOR = {"b": 4.0, "w": {"inner": 0.5, "outer": 0.0}}
 SIZE = 8
 PRIOR_OF_EACH = np.array([4.0] * 3 + [0.5] * 4 + [0.0])
-MEAN = np.linspace(-1, 1, SIZE)
+MEAN = np.arange(-4, 4) / 4
 RNG = np.random.default_rng(0)
 START = RNG.normal(size=SIZE)
 ROOT = RNG.normal(size=(SIZE, SIZE))

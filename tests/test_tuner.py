@@ -440,13 +440,13 @@ def test_steps_on_clean_quadratics_settle(size):
         start = jax.random.normal(start_key, (size,)) / jnp.sqrt(curvature)
         # With the same noise all chains would stray alike.
         state: Any = optax.tree.set(tx.init(start), key=jax.random.key_data(noise_key))
-        return jax.lax.scan(call, (start, state), length=2000)[1]
+        return jax.lax.scan(call, (start, state), length=1000)[1]
 
     lengths, accepted = map(np.asarray, chain(curvatures, jax.random.split(jax.random.key(0), 64)))
     assert accepted.all()
     # Of ten coordinates the stiff one has more or less of the speed: chains differ.
     usual = np.median(lengths, axis=1)
-    np.testing.assert_allclose(usual[:, 200:], np.broadcast_to(usual[:, -1:], (2, 1800)), rtol=0.2)
+    np.testing.assert_allclose(usual[:, 200:], np.broadcast_to(usual[:, -1:], (2, 800)), rtol=0.2)
     moves = np.diff(np.log(lengths[:, :, 200:]))
     assert np.mean(moves[..., 1:] * moves[..., :-1]) > -0.3 * np.mean(moves**2)
     # Of an isotropic Gaussian: a step changes the gradient by its own length.
