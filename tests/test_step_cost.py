@@ -83,7 +83,7 @@ def changes(shape, rng):
 
 @pytest.mark.parametrize("shape", [(40, 25), (250, 401), (1250, 4000)])
 def test_sketch_estimates_the_square_of_a_change(shape):
-    """10^3, 10^5 and 5 10^6 parameters in all; the error by the number of sums that see a change."""
+    """The error by the number of sums that see a change."""
     rng, bias = np.random.default_rng(0), shape[1]
     start = {"w": rng.standard_normal(shape, np.float32), "b": np.ones(bias, np.float32)}
 
