@@ -5,7 +5,6 @@ Where the state lies on several devices: `devices/test_sharded_states.py`.
 """
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import warnings
@@ -146,7 +145,7 @@ def test_samplers_are_found():
 
 @shared_cases
 def test_chains_under_jit_and_vmap_equal_eager_ones(case):
-    """At the start, at a number that is not finite, at an outlier, and right after each."""
+    """At the start, at a number that is not finite, right after it, and at an outlier."""
     tx, keys = make(case), jax.random.key_data(jax.random.split(jax.random.key(7), 3))
     params = jax.tree.map(lambda x: jnp.stack([x, x + 0.1, x]), PARAMS)
     state = jax.vmap(tx.init)(params)
@@ -155,7 +154,7 @@ def test_chains_under_jit_and_vmap_equal_eager_ones(case):
     step: Any = jax.jit(jax.vmap(functools.partial(advance, tx), in_axes=(0, 0, None)))
     for call in range(CALLS):
         after = step(params, state, batch(call))
-        if call in (0, 1, NAN_CALL, NAN_CALL + 1, OUTLIER_CALL, OUTLIER_CALL + 1):
+        if call in (0, NAN_CALL, NAN_CALL + 1, OUTLIER_CALL):
             with jax.disable_jit():
                 expected = advance(tx, chain(params, call % 3), chain(state, call % 3), batch(call))
             assert_close(chain(after, call % 3), expected)
@@ -383,30 +382,25 @@ class Fixed(NamedTuple):
         return jax.tree.map(jnp.reciprocal, self.known)
 
 
-@dataclasses.dataclass(frozen=True)
 class FixedScale(optax_smile.Preconditioner):
-    """Begin and stay with a scale."""
+    """Begin and stay with a scale of `weights`, and of one for what is called b."""
 
-    scale: Fixed
+    def __init__(self, weights):
+        self.weights = weights
 
     def init(self, params):
-        return self.scale
+        return Fixed({"layer": {"w": jnp.full_like(W, self.weights), "b": jnp.ones_like(B)}})
 
 
 def test_a_preconditioner_of_ones_own(no_jit):
     """A scale of one changes nothing; another one moves along u / s."""
+    given: Any = {"step_size": 0.1, "num_data": 10, "decoherence_length": None}
 
-    def end(w, calls=GRADIENTS, own: Any = None):
-        scale = Fixed({"layer": {"w": jnp.full_like(W, w), "b": jnp.ones_like(B)}})
-        own = own or FixedScale(scale)
-        given: dict[str, Any] = {"step_size": 0.1, "num_data": 10, "decoherence_length": None}
-        return follow(optax_smile.smile(preconditioner=own, **given), PARAMS, calls)[0]
+    def end(calls=GRADIENTS, **preconditioner):
+        return follow(optax_smile.smile(**given, **preconditioner), PARAMS, calls)[0]
 
-    plain = optax_smile.smile(0.1, tuner=None, decoherence_length=None, num_data=10)
-    expected = follow(plain, PARAMS, GRADIENTS)[0]
-    for found in (end(1), end(1, own=optax_smile.Preconditioner())):
-        chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
-    moved = optax.tree.sub(end(100, GRADIENTS[:1]), PARAMS)["layer"]
+    chex.assert_trees_all_close(end(preconditioner=FixedScale(1)), end(), rtol=1e-5, atol=1e-6)
+    moved = optax.tree.sub(end(GRADIENTS[:1], preconditioner=FixedScale(100)), PARAMS)["layer"]
     assert np.abs(moved["w"]).max() < 0.2 * np.abs(moved["b"]).max()
 
 

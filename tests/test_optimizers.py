@@ -11,7 +11,7 @@ import optax
 import pytest
 import runs
 from jax.flatten_util import ravel_pytree
-from runs import CHAINS, mean_loss, noisy, own_batches, quiet, regression, start
+from runs import CHAINS, mean_loss, own_batches, quiet, regression, start
 
 import optax_smile
 from optax_smile import diagnostics, local, report
@@ -59,18 +59,6 @@ def test_iterates_are_those_of_a_hand_written_loop():
     assert got.trace["num_gradients"].tolist() == [TICKS] * CHAINS
     assert np.isnan(got.trace["step_size"]).all() and not got.trace["num_nonfinite"].any()
     assert [step for step, _ in seen] == TICKS and seen[0][1].keys() == got.trace.keys()
-
-
-def test_a_run_that_was_killed_gives_the_same_iterates(stored, tmp_path):
-    killed: dict[str, Any] = {"callback": runs.at(8, runs.crash), "checkpoint_minutes": 0}
-    with pytest.raises(runs.Crash):
-        run(tmp_path, sampler=optax.adamw(0.05), **killed)
-    resumed = run(tmp_path, sampler=optax.adamw(0.05))
-    runs.assert_same_bits(resumed, stored)
-    with pytest.raises(
-        ValueError, match=r"sampler=...\)` must be .* 'optimizer', as in the .*, got 'smile'"
-    ):
-        runs.run(tmp_path, sampler=noisy())
 
 
 def test_a_step_to_what_is_not_finite_is_left_out():
