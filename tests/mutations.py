@@ -150,8 +150,8 @@ DEFECTS = r"""
 = noise key never advances | right_angle
 - return jax.random.key_data(key), noise_key
 + return data, noise_key
-# samplers/_microcanonical.py | test_log_prior.py
-= psmile without its noise | another_prior
+# samplers/_microcanonical.py | test_momentum.py
+= psmile without its noise | right_angle
 - Momentum(SCHEMES[arguments["integrator"]], length)
 + Momentum(SCHEMES[arguments["integrator"]], None)
 # potential.py | test_contract.py

@@ -35,7 +35,7 @@ def sghmc(**options) -> Any:
     return optax_smile.sghmc(1e-2, num_data=100, key=KEY, **options)
 
 
-def follow(tx, call, batches=BATCHES, start: Any = START):
+def follow(tx, call, start: Any = START):
     """Parameters and state after calls `call(tx, grads, state, params, loss)`."""
 
     def step(carry, batch):
@@ -44,7 +44,7 @@ def follow(tx, call, batches=BATCHES, start: Any = START):
         updates, state = call(tx, grads, state, params, loss)
         return (apply_updates(params, updates), state), None
 
-    return jax.jit(lambda *start: jax.lax.scan(step, start, batches)[0])(start, tx.init(start))
+    return jax.jit(lambda *start: jax.lax.scan(step, start, BATCHES)[0])(start, tx.init(start))
 
 
 def plain(tx, grads, state, params, loss):
@@ -91,7 +91,6 @@ def injected(**options) -> Any:
 LABELS: Any = {"mean": "sampled", "offset": "sampled", "table": "frozen"}
 WRAPPED: dict[str, Any] = {
     "inject_hyperparams": lambda tx: tracked(injected()),
-    "MultiSteps": lambda tx: optax.MultiSteps(tracked(tx), 2),
     "partition": lambda tx: optax.partition(
         {"sampled": tracked(tx), "frozen": optax.set_to_zero()}, LABELS
     ),
@@ -102,8 +101,7 @@ WRAPPED: dict[str, Any] = {
 def test_wrappers_pass_on_that_there_are_no_params(name, expected):
     tx, has_table = WRAPPED[name](sghmc()), name == "partition"
     start = START | ({"table": jnp.arange(3.0)} if has_table else {})
-    batches = jnp.repeat(BATCHES, 2, axis=0) if name == "MultiSteps" else BATCHES
-    params, state = follow(tx, without_params, batches=batches, start=start)
+    params, state = follow(tx, without_params, start)
     table, drawn = params.pop("table", None), last_accepted(state)
     if has_table:
         # In the place of what the sampler does not see; with `params` the whole tree comes back.

@@ -341,11 +341,10 @@ def test_a_given_step_size_is_the_step_size(case, no_jit):
 
 
 def test_wrappers_change_nothing(no_jit, case="sghmc"):
-    """Of Optax: what each passes on gives what the sampler alone gives."""
+    """Of Optax: what each passes on gives what the sampler alone gives; more in call forms."""
     inner, start = make(case), PARAMS["layer"]
     calls = [(grads["layer"], loss) for grads, loss in GRADIENTS]
     expected = follow(inner, start, calls)
-    assert_close(follow(injected(case), start, calls), expected)
     assert_close(follow(optax.apply_if_finite(inner, 5), start, calls), expected)
     doubles = [(scale(2.0, grads), loss) for grads, loss in calls]
     assert_close(follow(optax.chain(optax.scale(0.5), inner), start, doubles), expected)
@@ -353,13 +352,10 @@ def test_wrappers_change_nothing(no_jit, case="sghmc"):
     halves = [half for g, x in calls for half in ((scale(0.5, g), 1e3), (scale(1.5, g), x))]
     assert_close(follow(optax.MultiSteps(inner, 2), start, halves), expected)
     params, told, last = follow(inner, {"w": start["w"]}, [({"w": g["w"]}, x) for g, x in calls])
-    frozen = optax.set_to_zero()
     of_w = optax.masked(inner, {"w": True, "b": False})
-    masked = optax.chain(of_w, optax.masked(frozen, {"w": False, "b": True}))
-    labels: Any = {"w": "sampled", "b": "frozen"}
+    masked = optax.chain(of_w, optax.masked(optax.set_to_zero(), {"w": False, "b": True}))
     alone = {**params, "b": start["b"]}, told, {**last, "b": start["b"]}
-    for part in (masked, optax.partition({"sampled": inner, "frozen": frozen}, labels)):
-        assert_close(follow(part, start, calls), alone)
+    assert_close(follow(masked, start, calls), alone)
 
 
 @shared_cases

@@ -12,8 +12,6 @@ import runs
 from public_samplers import SAMPLERS, settings_of
 from test_contract import GRADIENTS, PARAMS, follow, injected, make
 
-import optax_smile
-
 PRECISION = 3.0
 
 
@@ -37,32 +35,6 @@ def test_a_gaussian_function_is_the_gaussian_prior(case):
     np.testing.assert_allclose(told.energy_change, seen.energy_change, rtol=1e-3, atol=2e-3)
 
 
-def draws_of(tx, params, num_steps, num_chains=16, value: float | None = 0.0):
-    """Draws `[chain, step, d]` of the prior alone: the loss is zero."""
-
-    def chain(key):
-        calls = jnp.arange(num_steps)
-        return runs.follow(tx, key, params, lambda x, _: jnp.zeros_like(x), calls, value=value)
-
-    return np.asarray(jax.jit(jax.vmap(chain))(jax.random.split(jax.random.key(0), num_chains)))
-
-
-def test_another_prior_is_sampled():
-    """A logistic density: variance pi^2 / 3, mean |x| 2 log 2."""
-
-    def log_prior(x):
-        return jnp.sum(-x - 2 * jnp.log1p(jnp.exp(-x)))
-
-    prior: Any = {"prior_precision": 0, "log_prior": log_prior}
-    tx = optax_smile.smile(num_data=7, key=0, **prior)
-    draws = draws_of(tx, jnp.linspace(-2, 2, 20), 3_000)[:, 500:]
-    for values, expected in ((draws**2, np.pi**2 / 3), (np.abs(draws), 2 * np.log(2)), (draws, 0)):
-        chains = values.mean(axis=(1, 2))
-        error = chains.std(ddof=1) / np.sqrt(len(chains))
-        assert abs(chains.mean() - expected) < 4.5 * error
-        assert error < 0.06
-
-
 @pytest.mark.parametrize(
     ("name", "step_size", "value"), [("psmile", None, 0.0), ("sgld", 0.05, None)]
 )
@@ -72,7 +44,13 @@ def test_where_there_is_no_density_a_step_is_rejected(name, step_size, value):
         return jnp.where(inside, -jnp.sum(jnp.where(inside, x, 1.0)), -jnp.inf)
 
     tx: Any = SAMPLERS[name](step_size, num_data=7, prior_precision=0, log_prior=log_prior, key=0)
-    draws = draws_of(tx, jnp.ones(20), 300, num_chains=4, value=value)
+
+    def chain(key):
+        """Draws of the prior alone: the loss is zero."""
+        given = lambda x, _: jnp.zeros_like(x), jnp.arange(300)
+        return runs.follow(tx, key, jnp.ones(20), *given, value=value)
+
+    draws = np.asarray(jax.jit(jax.vmap(chain))(jax.random.split(jax.random.key(0), 4)))
     assert (draws > 0).all() and draws.std() > 0.1
 
 
