@@ -282,7 +282,6 @@ class Mutation(NamedTuple):
     expression: str
 
     def put_into(self, package: Path) -> tuple[Path, str, str]:
-        """Find the file, what it holds and what it would."""
         path = package / self.file
         whole = path.read_text() if path.exists() else ""
         if (times := whole.count(self.old)) != 1:
@@ -322,7 +321,6 @@ def check(chosen: list[Mutation]) -> list[str]:
 
 
 def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python on the package in a folder."""
     # Two mutations of one size within a second would share compiled files.
     env = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": LONGEST}

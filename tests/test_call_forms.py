@@ -179,8 +179,6 @@ SPEC = eqx.tree_at(lambda m: m.layer.bias, jax.tree.map(eqx.is_inexact_array, MO
 
 
 def model_loop(tx, start, passes=lambda model: model):
-    """An unfiltered model, and gradients for a part of it."""
-
     @eqx.filter_jit
     def step(model, state, batch):
         moving, others = eqx.partition(model, SPEC)

@@ -109,7 +109,6 @@ def run(step, params, state, calls) -> Any:
 
 
 def follow(tx, params, calls) -> Any:
-    """Parameters, `stats` and `last_accepted` after calls with gradients and a loss."""
     state = tx.init(params)
     for grads, loss in calls:
         updates, state = tx.update(grads, state, params, value=loss)
@@ -211,21 +210,11 @@ def test_half_precision_gradients(no_jit, case="sghmc"):
     chex.assert_trees_all_close(updates, expected, rtol=1e-6)
 
 
-def test_steps_of_no_length_and_leaves_without_gradient(no_jit, case="psmile"):
-    """Averages over the gradients of a dead unit's bias are zero: it takes no long steps."""
+def test_steps_of_no_length(no_jit, case="psmile"):
     tx = with_step_size(case, lambda count: jnp.where(count % 3 == 0, 0, 1e-2))
     params, state = run(functools.partial(advance, tx), PARAMS, tx.init(PARAMS), range(4))
     assert all_moved(params)
     chex.assert_tree_all_finite((params, last_accepted(state, params)))
-    tx = with_step_size(case, 1e-2, prior_precision=0.0)
-    params, state = PARAMS, tx.init(PARAMS)
-    for call in range(4):
-        grads = jax.grad(mean_loss)(params, batch(call))
-        grads["layer"]["b"] = jnp.zeros(8)
-        updates, state = tx.update(grads, state, params, value=1.0)
-        params = apply_updates(params, updates)
-        lengths = {name: jnp.abs(x).max() for name, x in updates["layer"].items()}
-        assert lengths["b"] <= 100 * lengths["w"]
 
 
 def injected(case, **changes):
@@ -262,7 +251,6 @@ def test_a_transformation_and_its_field_names(case):
 
 
 def assert_mapped(tx):
-    """Require that Optax finds the parts of the state that are like the parameters."""
     kinds: Any = {"layer": {"w": "W", "b": "B"}}
     drop: Any = {"transform_non_params": lambda _: None}
     mapped = optax.tree.map_params(tx, lambda _, kind: kind, tx.init(PARAMS), kinds, **drop)
@@ -270,7 +258,6 @@ def assert_mapped(tx):
 
 
 def test_optax_maps_over_states_with_any_prior():
-    """As `parallel.init` on a mesh does."""
     each: Any = {"layer": {"w": 1.0, "b": 2.0}}
     own = {"log_prior": lambda params: -jnp.sum(params["layer"]["w"] ** 2), "prior_precision": 0}
     for prior in ({"prior_precision": each}, {"prior_mean": each}, own):
@@ -370,8 +357,6 @@ def test_donated_buffers(case):
 
 
 class Fixed(NamedTuple):
-    """A scale that was known before."""
-
     known: Any
 
     def inverse_scale(self):
@@ -379,8 +364,6 @@ class Fixed(NamedTuple):
 
 
 class FixedScale(optax_smile.Preconditioner):
-    """Begin and stay with a scale of `weights`, and of one for what is called b."""
-
     def __init__(self, weights):
         self.weights = weights
 
@@ -402,7 +385,6 @@ def test_a_preconditioner_of_ones_own(no_jit):
 
 @pytest.mark.parametrize("name", ["smile", "psmile", "smile_naive", "psmile_naive"])
 def test_the_papers_samplers(name, no_jit):
-    """The paper's arguments of `smile`; `psmile` has another preconditioner."""
     prior = {"prior_mean": 0.5, "prior_precision": 2.0, "temperature": 3.0, "num_data": 10}
     tx = getattr(published, name)(0.1, **prior)
     # What the summary of a run judges rejections and drifts by.

@@ -29,7 +29,6 @@ def loss_of(outputs, targets):
 
 
 def train(step, *carry):
-    """What the last step returned."""
     for batch in zip(INPUTS, TARGETS, strict=True):
         *carry, loss = step(*carry, *batch)
     return loss, *carry

@@ -27,7 +27,6 @@ ANCHORED = "smile", "minimal_norm"
 
 
 def draw_inputs(seed, num) -> Any:
-    """Gradients and values that do not depend on the parameters, [call, ...]."""
     rng = np.random.default_rng([seed, num])
     grads = {k: np.float32(rng.standard_normal((num, *shape))) for k, (_, shape) in LEAVES.items()}
     return grads, np.float32(0.5 * rng.standard_normal(num))
@@ -68,7 +67,6 @@ see = jax.jit(optax_smile.stats)
 
 
 def drive(update, params, state, inputs):
-    """Call after call with given gradients and values."""
     grads, values = inputs
     records = []
     for index, value in enumerate(values):
@@ -79,7 +77,6 @@ def drive(update, params, state, inputs):
 
 
 def trace_of(records, *names):
-    """The named statistics, [call]."""
     return [np.array([getattr(record.stats, name) for record in records]) for name in names]
 
 
@@ -101,12 +98,10 @@ def at_an_open_step(case, **arguments) -> Any:
 
 
 def scale_of(state):
-    """By which psmile divides a gradient."""
     return 1 / flat(state.unpack().dynamics.preconditioner.inverse_scale()).astype(float)
 
 
 def test_nothing_else_of_a_rejected_point_survives():
-    """Two rejected points that have nothing in common leave the same behind."""
     _, update, params, before = at_an_open_step(SCALED)
     grads, values = draw_inputs(3, 2)
     kept = update(at(grads, 0), before, params, value=values[0])[1]
@@ -241,7 +236,6 @@ def test_step_size_after_non_finite_calls_with_and_without_values():
 @jax.jit
 @jax.value_and_grad
 def noisy_loss(params, batch):
-    """Bounded gradients, so that no step explodes by itself."""
     distances = jax.tree.map(lambda x, b: jnp.sum(jnp.sqrt(1 + (x - b) ** 2)), params, batch)
     return sum(jax.tree.leaves(distances)) / 3
 

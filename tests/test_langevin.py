@@ -34,7 +34,6 @@ OF_STEP_SIZE = 1e-3
 
 
 def loss_gradient(x, call):
-    """Gradient of a quadratic mean loss on the batch of a call."""
     return (PRECISION @ x + NOISE_OF_THE_BATCH[call]) / NUM_DATA
 
 
@@ -260,7 +259,6 @@ def good_call(params, call=0):
 
 
 def bad_inputs(params):
-    """One entry of the gradient, or the value alone."""
     grads, value = good_call(params)
     yield grads | {"b": grads["b"].at[2].set(-jnp.inf)}, value
     yield grads, jnp.float32(jnp.nan)
@@ -274,7 +272,6 @@ def ulps(got, start, proposal):
 
 
 def run(tx, params, state, calls):
-    """All parameters and states of good calls, from the given ones on."""
     trail = [(params, state)]
     for call in calls:
         grads, value = good_call(params, call)
@@ -341,7 +338,6 @@ def test_is_sample_speaks_of_the_last_accepted_step_end():
 
 
 def test_below_resolution():
-    """Whether float32 parameters feel the displacements."""
     params = jax.tree.map(lambda x: 1e6 + 0 * x, as_tree(START, jnp.float32))
     grads = jax.tree.map(lambda x: 1e-6 * x, params)
     tx = build("sghmc", lambda count: jnp.where(count == 0, 1e-16, 10.0), prior_precision=0.0)

@@ -33,7 +33,6 @@ def exact_log_growth(p, delta):
 
 
 def textbook_kick(u, g, length):
-    """The formula of the literature, in float64, for a unit vector u."""
     size, norm = u.size, np.linalg.norm(g)
     if norm == 0:
         return u, 0.0
@@ -50,14 +49,12 @@ def unit(rng, size):
 
 
 def sums_of(u, g):
-    """What a kick needs to know of a direction and a gradient."""
     sums = stepping.Sums(*[jnp.zeros(())] * len(stepping.Sums._fields))
     squares = {"direction_square": jnp.vdot(u, u), "whitened_square": jnp.vdot(g, g)}
     return sums._replace(direction_dot_whitened=jnp.vdot(u, g), **squares)
 
 
 def kick_and_turn(u, g, *lengths, moving: Any = True) -> Any:
-    """Kick with one gradient for each of the lengths, then turn the direction u once."""
     momentum = stepping.Momentum(stepping.SCHEMES["leapfrog"])
     heading = momentum.heading(jnp.asarray(moving), sums_of(u, g))
     gains = []
@@ -183,8 +180,6 @@ def test_norm_after_many_kicks(size, largest_delta):
 
 
 def test_a_subclass_replaces_kick_drift_and_kinetic_energy():
-    """One that follows the gradient at half the speed, in a state, an energy and a displacement."""
-
     class Half(stepping.Momentum):
         def kick(self, heading, length, num_parameters):
             return heading._replace(along_old=0 * length, along_descent=jnp.ones_like(length))
@@ -223,13 +218,11 @@ def plain(step_size, sampler=optax_smile.smile, **options) -> Any:
 
 
 def moving_along(state, direction):
-    """State of a chain that has the unit momentum `direction` and no open step."""
     moving = jnp.ones_like(state.unpack().dynamics.momentum.moving)
     return runs.with_fields(state, direction=direction, moving=moving)
 
 
 def energy_change(integrator, energy, step_size, params, direction):
-    """Energy change of one step."""
     tx, moved = plain(step_size, integrator=integrator), params
     state = moving_along(tx.init(params), direction)
     for _ in range(1 + CALLS_PER_STEP[integrator]):
@@ -395,7 +388,6 @@ def test_isotropic_noise_has_no_memory():
 
 
 def test_a_step_keeps_its_length_to_the_end():
-    """The second drift of the minimal norm is as long as the first, whatever a schedule says."""
     sizes = jnp.asarray([1.0, 3.0, 2.0])
     tx = optax_smile.smile(
         lambda count: sizes[count], num_data=1, integrator="minimal_norm", decoherence_length=None
@@ -410,7 +402,6 @@ def test_a_step_keeps_its_length_to_the_end():
 
 
 def test_random_signs_are_those_of_the_place():
-    """In an array of any number of axes."""
     key = jax.random.key(0)
     flat = _tree.isotropic_like(key, jnp.zeros(8 * 9 * 10 * 2))
     for shape in ((8, 9, 10, 2), (72, 20)):
@@ -442,7 +433,6 @@ def loss_fn(params, batch):
 
 
 def energy(params, batch):
-    """U of that mean loss under `POSTERIOR`."""
     prior = sum(
         PRECISIONS[name] * jnp.sum((x - MEANS[name]) ** 2) / 2 for name, x in params.items()
     )

@@ -92,8 +92,6 @@ def test_stored_draws_are_read_one_by_one(stored, tmp_path):
 
 @jax.tree_util.register_pytree_node_class
 class Model:
-    """A tree whose instances are never equal."""
-
     def __init__(self, w):
         self.w = w
 
@@ -144,7 +142,6 @@ def test_objects_with_arrays_are_compared_and_hashed_by_identity(stored):
 
 
 def large() -> optax_smile.Snapshots:
-    """A network of many arrays with long names."""
     kernel = {"kernel": np.ones((8, 50, 9, 9), np.float32)}
     layers = {f"layer_with_a_long_name_{i}": kernel for i in range(40)}
     settings = {"name": "psmile", "num_data": 50_000, "tuner": ["angle_tuner", []]}

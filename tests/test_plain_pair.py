@@ -119,7 +119,6 @@ def test_an_eager_update_and_stats_do_not_wait_for_the_device():
 
     @jax.jit
     def slow(x, number=20):
-        """A second, for this number of products."""
         matrix = jax.lax.fori_loop(0, number, lambda _, a: a @ a / 800, jnp.ones((800, 800)))
         return x * matrix[0, 0].astype(x.dtype)
 

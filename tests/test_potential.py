@@ -84,7 +84,6 @@ def test_prior_change_at_a_million_parameters_where_the_difference_of_norms_fail
 
 @pytest.mark.parametrize("num_data, expected", [(4_000, 1.0), (50, 2 * 0.02 * 50 / 21)])
 def test_cold_temperature_goes_with_the_numbers_of_parameters_and_data(num_data, expected):
-    """Of a network of 21 parameters, and of its shapes; what is not sampled does not count."""
     params = draw(0) | {"table": jnp.arange(9), "activation": jax.nn.relu}
     shapes = jax.eval_shape(lambda: draw(0))
     for tree in params, shapes:

@@ -56,7 +56,6 @@ windowed = pytest.mark.parametrize("estimate", ["differences", "squares"])
 
 
 def observe(estimate, state, gradient, trust=1.0, counts=True, restart=False):
-    """One gradient, as a sampler passes it on."""
     deviation = ESTIMATES[estimate].deviation(state, gradient)
     square = _tree.inner(deviation, deviation)
     weight = GradientWeight(jnp.float32(trust), jnp.asarray(counts), jnp.asarray(restart), square)
@@ -64,7 +63,6 @@ def observe(estimate, state, gradient, trust=1.0, counts=True, restart=False):
 
 
 def scale_of(state):
-    """The scale of a state, a tree like the gradients."""
     return jax.tree.map(lambda x: 1 / x, state.inverse_scale())
 
 
@@ -79,7 +77,6 @@ def _scales(gradients, estimate):
 
 
 def scales(gradients, estimate="differences") -> Any:
-    """The scale after each of the gradients `[time, ...]`."""
     return jax.tree.map(np.asarray, _scales(gradients, estimate))
 
 
@@ -139,7 +136,6 @@ def test_scale_keeps_its_digits_and_is_clipped_at_both_ends():
 
 
 def after(estimate, gradients, state=None):
-    """The state after a few gradients."""
     state = ESTIMATES[estimate].init(gradients[0]) if state is None else state
     return jax.lax.scan(lambda x, g: (observe(estimate, x, g), None), state, gradients)[0]
 

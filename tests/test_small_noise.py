@@ -32,7 +32,6 @@ def mean_squares(sampler, centre, gradient, num_data=1):
 
 
 def relative_variances(sampler, spread):
-    """Variances over the true ones."""
     rotation = np.linalg.qr(np.random.default_rng(1).normal(size=(6, 6)))[0]
     precision = rotation.T @ np.diag(np.geomspace(0.2, 3.1, 6)) @ rotation
     curvature = jnp.asarray(precision, jnp.float32)

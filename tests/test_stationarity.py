@@ -103,15 +103,19 @@ def assert_moments(moments, covariance):
 # Samplers whose chain is linear on a Gaussian have a covariance in closed form, step size and all.
 
 
-def stationary(step, noise):
-    """Solve C = step C step^T + noise."""
-    size = len(step)
-    system = np.eye(size**2) - np.kron(step, step)
-    return np.linalg.solve(system, np.ravel(noise)).reshape(size, size)
+def covariance_of(metric, added, noise, kept=0.0):
+    """v <- kept v - metric (P x + noise z) + sqrt(added) z', x <- x + v, for ever."""
+    spread = added + noise**2 * metric @ metric
+    force, kept, both = metric @ PRECISION, kept * EYE, np.vstack([EYE, EYE])
+    step = np.block([[EYE - force, kept], [-force, kept]])
+    # C = step C step^T + both spread both^T.
+    system = np.eye(len(step) ** 2) - np.kron(step, step)
+    found = np.linalg.solve(system, np.ravel(both @ spread @ both.T))
+    return found.reshape(len(step), -1)[:DIM, :DIM]
 
 
 def sgld_covariance(eps, noise, state):
-    return stationary(EYE - eps * PRECISION, (2 * eps + eps**2 * noise**2) * EYE)
+    return covariance_of(eps * EYE, 2 * eps * EYE, noise)
 
 
 def inverse_root(square):
@@ -127,42 +131,27 @@ def psgld_covariance(eps, noise, state):
     covariance = COVARIANCE
     for _ in range(100):
         square = np.diag(jacobian @ covariance @ jacobian.T) + offset**2
-        square = square + (temperature * noise / num_data) ** 2
-        metric = eps * inverse_root(square)
-        spread = 2 * metric + noise**2 * metric @ metric
-        covariance = stationary(EYE - metric @ PRECISION, spread)
+        metric = eps * inverse_root(square + (temperature * noise / num_data) ** 2)
+        covariance = covariance_of(metric, 2 * metric, noise)
     return covariance
 
 
-def second_order_covariance(metric, kept, variance):
-    """v <- kept v - metric P x + sqrt(variance) z, x <- x + v."""
-    force, kept = metric @ PRECISION, kept * EYE
-    step = np.block([[EYE - force, kept], [-force, kept]])
-    both = np.vstack([EYE, EYE])
-    return stationary(step, both @ variance @ both.T)[:DIM, :DIM]
-
-
 def sghmc_covariance(eps, noise, state):
-    variance = (2 * FRICTION * eps**2 + eps**4 * noise**2) * EYE
-    return second_order_covariance(eps**2 * EYE, 1 - FRICTION, variance)
+    return covariance_of(eps**2 * EYE, 2 * FRICTION * eps**2 * EYE, noise, 1 - FRICTION)
 
 
 def scale_adapted_covariance(eps, noise, state):
-    """Each chain has masses of its own."""
-
     def one(square):
-        metric = inverse_root(square)
-        added = np.maximum(2 * FRICTION * eps**2 * np.diag(metric) - eps**4, 0)
-        variance = np.diag(added) + eps**4 * noise**2 * metric @ metric
-        return second_order_covariance(eps**2 * metric, 1 - FRICTION, variance)
+        metric = eps**2 * inverse_root(square)
+        added = np.diag(np.maximum(2 * FRICTION * np.diag(metric) - eps**4, 0))
+        return covariance_of(metric, added, noise, 1 - FRICTION)
 
-    return np.stack(
-        [one(square) for square in np.asarray(state.arrays.dynamics.memory.gradient_square, float)]
-    )
+    # Each chain has masses of its own.
+    squares = np.asarray(state.arrays.dynamics.memory.gradient_square, float)
+    return np.stack([one(square) for square in squares])
 
 
 def cyclical_covariance(eps, noise, state):
-    """Step by step until the cycles repeat, then averaged over the steps that sample."""
     covariance, kept = COVARIANCE, []
     for count in range(10 * CYCLE):
         place = count % CYCLE / CYCLE

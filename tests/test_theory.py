@@ -16,7 +16,6 @@ LINK = re.compile(r"\[`(test_\w+)`\]\((\S+?)\)")
 
 
 def test_the_page_names_tests_and_files_that_exist():
-    """And every test of this file."""
     text = PAGE.read_text()
     for name, path in LINK.findall(text):
         assert f"\ndef {name}(" in (PAGE.parent / path).read_text(), (name, path)

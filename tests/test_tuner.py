@@ -53,8 +53,6 @@ def slow_averages(energies, decay=0.99):
 
 @jax.jit
 def observe_all(errors):
-    """The averages after each of the errors `[case, time]`, from nothing."""
-
     def step(state, error):
         state = state.observe(error, REJECT_QUANTILE)
         return state, state
@@ -78,7 +76,6 @@ def test_quantile_is_that_of_the_formula(probability):
 
 
 def test_averages_are_bias_corrected_exponential_averages():
-    """A jump enters with three times the threshold, and a step without energy does not."""
     rng, number = np.random.default_rng(0), np.arange(1500)
     energies = (rng.gamma(2.0, 1.5, 500) * rng.choice([-1, 1], 500)).astype(np.float32)
     energies[[60, 200]] = -1e9, 3e38
@@ -289,8 +286,6 @@ def test_average_of_the_angle_tuner_stays_after_adapt_steps():
 
 
 class Moved(NamedTuple):
-    """What `ChangeAverage.observe` needs of the end of a step."""
-
     is_end: bool
     opens_step: bool
     num_parameters: int = 4
