@@ -23,7 +23,7 @@ def test_the_page_names_tests_and_files_that_exist():
     for path in re.findall(r"\]\((?!http)([^)#\s]+)", text):
         assert (PAGE.parent / path).exists(), path
     tests = re.findall(r"^def (test_(?!the_page)\w+)", pathlib.Path(__file__).read_text(), re.M)
-    assert len(tests) >= 3 and set(tests) <= {name for name, _ in LINK.findall(text)}
+    assert len(tests) >= 4 and set(tests) <= {name for name, _ in LINK.findall(text)}
 
 
 # The kick.
@@ -58,6 +58,30 @@ def test_a_kick_is_a_flow_and_its_energy_is_the_volume_that_it_takes():
             ends, _ = kick(starts, np.tile(g, (len(starts), 1)), length)
             volume = np.linalg.det((ends[: size - 1] - ends[size - 1 :]) @ after.T / (2 * step))
             np.testing.assert_allclose(abs(volume), np.exp(-gains.sum()), rtol=1e-7)
+
+
+def generator(form, variances, u):
+    """Half of sum_i V_i sigma_i sigma_i, applied to f(u) = u^T form u; and what Ito's has more."""
+    projection = np.eye(u.size) - np.outer(u, u)
+    spread = projection @ np.diag(variances) @ projection
+    slope, turn = projection @ np.diag(variances) @ u, np.trace(spread)
+    stratonovich = np.trace(spread @ form) - (slope + turn * u) @ form @ u
+    return stratonovich, slope @ form @ u
+
+
+def test_a_kick_by_noise_has_the_generator_of_stratonovich():
+    """Noise of covariance V from 2 d equally likely points: the mean is a sum, nothing is drawn."""
+    rng, length = np.random.default_rng(1), 1e-3
+    for size in (2, 3, 7):
+        form, u = rng.standard_normal((size, size)), unit(rng, size)
+        form, variances = form + form.T, np.geomspace(0.2, 5, size)
+        points = np.diag(np.sqrt(size * variances))
+        with jax.enable_x64(True):
+            turned, _ = kick(np.tile(u, (2 * size, 1)), np.concatenate([points, -points]), length)
+        change = np.mean([x @ form @ x for x in turned]) - u @ form @ u
+        found = change / (length / (size - 1)) ** 2
+        stratonovich, more = generator(form, variances, u)
+        assert abs(found - stratonovich) < 1e-4 * abs(more)
 
 
 # How anisotropic noise heats.
