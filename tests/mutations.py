@@ -158,8 +158,8 @@ DEFECTS = r"""
 = a prior per leaf hinders Optax's maps over states | maps_over_states
 - if not jax.tree.leaves(params):
 + if False:
-# samplers/_transformation.py | test_potential.py
-= temperature lost | gaussian_function
+# samplers/_transformation.py | test_langevin.py
+= temperature lost | test_sgld
 - for x in Potential._fields if x in arguments
 + for x in {*Potential._fields} - {"temperature"} if x in arguments
 # samplers/_microcanonical.py | test_langevin.py
