@@ -21,8 +21,6 @@ import jax
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from optax_smile.stages import scale
-
 COMPILED = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
@@ -89,15 +87,9 @@ def optimize(is_optimized):
 
 @pytest.fixture(autouse=True, scope="module")
 def module_settings(request):
-    """Apply what a module asks for, and free its compiled programs afterwards.
-
-    `SHORT_WINDOWS = True`: psmile measures its scale within the few calls of a test.
-    """
+    """Apply what a module asks for, and free its compiled programs afterwards."""
     optimize(bool(getattr(request.module, "OPTIMIZED", False)))
-    with pytest.MonkeyPatch.context() as patch:
-        if getattr(request.module, "SHORT_WINDOWS", False):
-            patch.setattr(scale, "FIRST_WINDOW", 4)
-        yield
+    yield
     jax.clear_caches()
     gc.collect()
 

@@ -1,12 +1,16 @@
 """All public samplers, found by listing the folder, and valid values of their arguments."""
 
+import dataclasses
+import functools
 import importlib
 import inspect
 import pkgutil
 from typing import Any
 
 import optax_smile
-from optax_smile import samplers
+from optax_smile import _settings, samplers
+
+settings_of = _settings.of
 
 
 def accepts(fn, *names):
@@ -19,6 +23,14 @@ def find_samplers():
             is_own = inspect.isfunction(fn) and fn.__module__ == info.name
             if is_own and name != "build" and accepts(fn, "step_size", "num_data"):
                 yield name, fn
+
+
+@functools.wraps(optax_smile.psmile)
+def quick_psmile(*args, **arguments):
+    """Make `psmile`, but measure the scale within the few calls of a test."""
+    scale: Any = inspect.unwrap(optax_smile.psmile)(*args, **arguments)
+    scale = dataclasses.replace(scale, first_window=4)
+    return optax_smile.smile(*args, **arguments, preconditioner=scale)
 
 
 SAMPLERS = dict(find_samplers())

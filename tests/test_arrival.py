@@ -1,6 +1,5 @@
 """Starts far from the mode, gradients that are absurd, and what a chain says of itself."""
 
-import itertools
 from typing import Any
 
 import jax
@@ -10,7 +9,6 @@ import pytest
 from runs import follow
 
 import optax_smile
-from optax_smile.stages import evidence
 
 # Long loops of few numbers run twice as fast.
 OPTIMIZED = True
@@ -25,7 +23,7 @@ DEVIATION = np.sqrt(np.diag(np.linalg.inv(PRECISION)))
 
 # Start, factors and offsets of the gradients; the last two of the first 50, which are zero.
 ONE, ZERO, CALL = np.ones(NUM_GRADIENTS), np.zeros(NUM_GRADIENTS), np.arange(NUM_GRADIENTS)
-ABSURD = list(itertools.product((0, 1, 1000), (1e6, 1e15)))
+ABSURD = (0, 1e6), (1, 1e15), (1000, 1e6), (1000, 1e15)
 TINY = (0.0, 1e-40)
 RUNS: dict[Any, Any] = {
     "from zeros": (np.zeros(5), ONE, ZERO),
@@ -133,32 +131,3 @@ def test_a_flat_likelihood_is_sampled_all_the_same():
     tx, key = optax_smile.smile(num_data=10, prior_precision=4.0, key=0), jax.random.key(0)
     draws = follow(tx, key, jnp.ones(20), lambda *_: jnp.zeros(20), jnp.arange(20_000))
     assert np.mean(np.asarray(draws)[5000:] ** 2) == pytest.approx(0.25, rel=0.15)
-
-
-def test_a_chain_whose_loss_still_falls_is_on_its_way():
-    """By more than batches and the energy of a chain that has arrived, sqrt(50) nats, explain."""
-    number, num_data, noise = 4000, 1000, 0.05
-    trends = np.linspace(0, 1, number) * np.array([[0.0], [-0.2], [0.2], [-0.002]])
-    # The way there is forgotten.
-    trends[[0, 3], :400] += 10.0
-    drawn = np.random.default_rng(0).normal(size=(100, 1, number))
-    kept = np.arange(number) % 5 > 0
-    # What is rejected does not enter.
-    values = np.where(kept, 2 + trends + noise * drawn, np.nan).astype(np.float32)
-
-    @jax.jit
-    @jax.vmap
-    @jax.vmap
-    def falling(values):
-        def call(past, given):
-            after = past.observe(given[0], num_data, 100, given[1])
-            return after, (after.fall, after.is_falling)
-
-        return jax.lax.scan(call, evidence.init(jnp.zeros(3)).loss, (values, kept))[1]
-
-    fall, is_falling = map(np.asarray, falling(values))
-    assert is_falling[:, [0, 3], 1920:].mean() < 0.005 and is_falling[:, 2].mean() < 0.005
-    assert is_falling[:, [0, 3], 600].all() and is_falling[:, 1, number // 2 :].all()
-    # From the calls 1,024 to 2,047 that are kept to those from there on, 3,200 in all.
-    middles = (1024 + 2047) / 2 - (2048 + 3200) / 2
-    np.testing.assert_allclose(fall[:, 1, -1].mean(), -num_data * 0.2 * middles / 3200, rtol=0.03)

@@ -1,10 +1,14 @@
 """Each way in which loops call `update`: the same chain as in a loop that passes everything."""
 
-import functools
+import copy
+import dataclasses
+import warnings
 from typing import Any
 
 import chex
+import cloudpickle
 import equinox as eqx
+import equinox.internal
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +17,7 @@ import pytest
 
 # With it `stats` and `last_accepted` look for variables in a state.
 from flax import nnx  # noqa: F401
+from public_samplers import settings_of
 from test_contract import make
 
 import optax_smile
@@ -36,12 +41,7 @@ def sghmc(**options) -> Any:
     return optax_smile.sghmc(1e-2, num_data=100, key=KEY, **options)
 
 
-def psmile(**options) -> Any:
-    # Its state holds the start of a step.
-    return optax_smile.psmile(num_data=100, key=KEY, integrator="minimal_norm", **options)
-
-
-def follow(tx, call, batches=BATCHES, start: Any = START):
+def follow(tx, call, start: Any = START):
     """Parameters and state after calls `call(tx, grads, state, params, loss)`."""
 
     def step(carry, batch):
@@ -50,7 +50,7 @@ def follow(tx, call, batches=BATCHES, start: Any = START):
         updates, state = call(tx, grads, state, params, loss)
         return (apply_updates(params, updates), state), None
 
-    return jax.jit(lambda *start: jax.lax.scan(step, start, batches)[0])(start, tx.init(start))
+    return jax.jit(lambda *start: jax.lax.scan(step, start, BATCHES)[0])(start, tx.init(start))
 
 
 def plain(tx, grads, state, params, loss):
@@ -61,20 +61,19 @@ def without_params(tx, grads, state, params, loss):
     return tx.update(grads, state, value=loss)
 
 
-@functools.cache
-def expected(build):
-    params, state = follow(build(), plain)
+@pytest.fixture(scope="module")
+def expected():
+    params, state = follow(sghmc(), plain)
     return params, last_accepted(state, params), stats(state)
 
 
-def assert_same(found, build):
-    chex.assert_trees_all_close(found, expected(build), rtol=1e-5, atol=1e-6)
+def assert_same(found, expected):
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("build", [sghmc, psmile])
-def test_without_params_the_state_has_those_of_the_loop(build):
-    params, state = follow(tracked(build()), without_params)
-    assert_same((params, last_accepted(state), stats(state)), build)
+def test_without_params_the_state_has_those_of_the_loop(expected):
+    params, state = follow(tracked(sghmc()), without_params)
+    assert_same((params, last_accepted(state), stats(state)), expected)
     chex.assert_trees_all_close(state.tracked_params, params, rtol=1e-6)
     for part in state, state.sampler_state:
         for name in part._fields:
@@ -98,8 +97,6 @@ def injected(**options) -> Any:
 LABELS: Any = {"mean": "sampled", "offset": "sampled", "table": "frozen"}
 WRAPPED: dict[str, Any] = {
     "inject_hyperparams": lambda tx: tracked(injected()),
-    "MultiSteps": lambda tx: optax.MultiSteps(tracked(tx), 2),
-    "chain": lambda tx: tracked(optax.chain(optax.clip_by_global_norm(1e9), tx)),
     "partition": lambda tx: optax.partition(
         {"sampled": tracked(tx), "frozen": optax.set_to_zero()}, LABELS
     ),
@@ -107,11 +104,10 @@ WRAPPED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_wrappers_pass_on_that_there_are_no_params(name):
+def test_wrappers_pass_on_that_there_are_no_params(name, expected):
     tx, has_table = WRAPPED[name](sghmc()), name == "partition"
     start = START | ({"table": jnp.arange(3.0)} if has_table else {})
-    batches = jnp.repeat(BATCHES, 2, axis=0) if name == "MultiSteps" else BATCHES
-    params, state = follow(tx, without_params, batches=batches, start=start)
+    params, state = follow(tx, without_params, start)
     table, drawn = params.pop("table", None), last_accepted(state)
     if has_table:
         # In the place of what the sampler does not see; with `params` the whole tree comes back.
@@ -120,10 +116,10 @@ def test_wrappers_pass_on_that_there_are_no_params(name):
         whole = last_accepted(state, params | {"table": table})
         chex.assert_trees_all_equal(whole["table"], table)
         chex.assert_trees_all_close(whole["mean"], drawn["mean"], rtol=1e-6)
-    assert_same((params, drawn, stats(state)), sghmc)
+    assert_same((params, drawn, stats(state)), expected)
 
 
-def test_a_bfloat16_model_with_a_master_copy():
+def test_a_bfloat16_model_with_a_master_copy(expected):
     """The loop has half-precision weights alone; gradients are in half precision."""
     tx = tracked(sghmc())
 
@@ -137,7 +133,7 @@ def test_a_bfloat16_model_with_a_master_copy():
     model, state = optax.tree.cast(START, jnp.bfloat16), tx.init(START)
     for batch in BATCHES:
         model, state = step(model, state, batch)
-    chex.assert_trees_all_close(last_accepted(state), expected(sghmc)[1], atol=3e-2)
+    chex.assert_trees_all_close(last_accepted(state), expected[1], atol=3e-2)
     assert last_accepted(state)["mean"].dtype == jnp.float32
     with pytest.raises(ValueError, match=r"with float32\[3\] at \['mean'\], got bfloat16"):
         last_accepted(state, model)
@@ -189,8 +185,6 @@ SPEC = eqx.tree_at(lambda m: m.layer.bias, jax.tree.map(eqx.is_inexact_array, MO
 
 
 def model_loop(tx, start, passes=lambda model: model):
-    """An unfiltered model, and gradients for a part of it."""
-
     @eqx.filter_jit
     def step(model, state, batch):
         moving, others = eqx.partition(model, SPEC)
@@ -202,7 +196,7 @@ def model_loop(tx, start, passes=lambda model: model):
         return eqx.apply_updates(model, updates), state
 
     model, state = MODEL, tx.init(start)
-    for batch in BATCHES[:4]:
+    for batch in BATCHES[:3]:
         model, state = step(model, state, batch)
     return model, state
 
@@ -210,8 +204,8 @@ def model_loop(tx, start, passes=lambda model: model):
 def test_whole_models_and_gradients_that_are_none():
     """As a sampler that never saw the frozen leaf, which a loop may well change."""
     moving = eqx.filter(MODEL, SPEC)
-    wanted, alone = model_loop(psmile(), moving, lambda model: eqx.filter(model, SPEC))
-    model, state = model_loop(psmile(), MODEL)
+    wanted, alone = model_loop(sghmc(), moving, lambda model: eqx.filter(model, SPEC))
+    model, state = model_loop(sghmc(), MODEL)
     assert stats(state).num_parameters == optax.tree.size(moving)
     chex.assert_trees_all_close(
         eqx.filter(model, SPEC), eqx.filter(wanted, SPEC), rtol=1e-4, atol=1e-5
@@ -223,11 +217,10 @@ def test_whole_models_and_gradients_that_are_none():
     chex.assert_trees_all_close(eqx.filter(drawn, SPEC), expected, atol=1e-5)
     assert drawn.activation is jax.nn.relu and drawn.rate == 0.5
     # What the loop makes of a leaf without a gradient is its own.
-    for passes in (lambda model: model), (lambda model: None):
-        _, state = model_loop(tracked(sghmc()), MODEL, passes)
-        at = eqx.combine(eqx.filter(state.tracked_params, SPEC), changed)
-        chex.assert_trees_all_equal(last_accepted(state, at).layer.bias, changed.layer.bias)
-        chex.assert_trees_all_equal(last_accepted(state).layer.bias, MODEL.layer.bias)
+    _, state = model_loop(tracked(sghmc()), MODEL, lambda model: None)
+    at = eqx.combine(eqx.filter(state.tracked_params, SPEC), changed)
+    chex.assert_trees_all_equal(last_accepted(state, at).layer.bias, changed.layer.bias)
+    chex.assert_trees_all_equal(last_accepted(state).layer.bias, MODEL.layer.bias)
 
 
 def test_integers_get_no_update():
@@ -313,3 +306,169 @@ def test_gradients_for_other_leaves_than_at_first_are_refused():
         sghmc().update(params | {"n": jnp.ones(())}, sghmc().init(params), params)
     with pytest.raises(ValueError, match="at least 2 parameters, got 0"):
         sghmc().update({"mean": None, "offset": None}, sghmc().init(START), START)
+
+
+# A sampler is a pair of functions, which JAX, `copy` and cloudpickle rebuild.
+
+PAIR = {"w": jnp.arange(1.0, 4.0)}
+X = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+Y = X @ np.ones(3, np.float32)
+SMALL: dict[str, Any] = {"num_data": 40, "key": 0}
+
+
+TRANSFORMATIONS: dict[str, Any] = {
+    "sghmc": lambda: optax_smile.sghmc(lambda count: 0.1, **SMALL),
+    "recorded": lambda: optax_smile.recorded(optax_smile.sgld(1e-3, **SMALL), num_warmup=1),
+    "scale_by_gradient_noise": optax_smile.scale_by_gradient_noise,
+}
+UNMOVED: dict[str, Any] = {
+    "published.psmile": lambda: optax_smile.published.psmile(1e-3, num_data=40),
+    "psmile": lambda: optax_smile.psmile(**SMALL),
+    "cyclical_sgld": lambda: optax_smile.cyclical_sgld(1e-3, total_steps=9, num_cycles=2, **SMALL),
+}
+
+
+@dataclasses.dataclass
+class Config:
+    tx: Any
+
+
+def moved(tx):
+    updates, _ = tx.update(PAIR, tx.init(PAIR), PAIR)
+    return updates["w"]
+
+
+def copies_of(tx):
+    leaves, structure = jax.tree.flatten(tx)
+    return {
+        "tree": jax.tree.unflatten(structure, leaves),
+        "map": jax.tree.map(lambda x: x, tx),
+        "copy": copy.copy(tx),
+        "deepcopy": copy.deepcopy({"tx": tx})["tx"],
+        "asdict": dataclasses.asdict(Config(tx))["tx"],
+        "pickle": cloudpickle.loads(cloudpickle.dumps(tx)),
+    }
+
+
+@pytest.mark.parametrize("name", [*UNMOVED, *TRANSFORMATIONS])
+def test_it_survives_what_rebuilds_it(name):
+    tx = (UNMOVED | TRANSFORMATIONS)[name]()
+    copies, settings = copies_of(tx), settings_of(tx, PAIR)
+    for way, made in copies.items():
+        assert type(made) is type(tx) and settings_of(made, PAIR) == settings, way
+        if name in UNMOVED:
+            chex.assert_trees_all_equal(made.init(PAIR), tx.init(PAIR))
+    if name in UNMOVED:
+        return
+    expected = moved(tx)
+    for way, made in copies.items():
+        np.testing.assert_array_equal(moved(made), expected, err_msg=way)
+    traces = []
+
+    @eqx.filter_jit
+    def step(params, state, tx):
+        traces.append(1)
+        return tx.update(params, state, params)
+
+    for made in (tx, copies["tree"]):
+        updates, _ = step(PAIR, made.init(PAIR), made)
+        # Compiled as one program, with other rounding than the call by itself.
+        np.testing.assert_allclose(updates["w"], expected, rtol=1e-4)
+    assert len(traces) == 1
+    # Optimistix makes what functions enclose static, which JAX hashes.
+    closed = eqx.internal.closure_to_pytree(tx.update)
+    call = eqx.filter_jit(lambda update, *given: update(*given)[0])
+    call.lower(closed, PAIR, tx.init(PAIR), PAIR)
+
+
+def test_copies_of_a_recorded_sampler_have_its_draws():
+    tx = TRANSFORMATIONS["recorded"]()
+    made = jax.tree.map(lambda x: x, tx)
+    state, params = made.init(PAIR), PAIR
+    for _ in range(4):
+        updates, state = made.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert copy.deepcopy(tx).draws().num_draws == made.draws().num_draws > 0
+
+
+def test_seeds_are_those_of_jax_and_others_are_refused():
+    seeds: Any = 0, 2**31, 2**32 - 1, np.uint32(7)
+    for seed in seeds:
+        state: Any = optax_smile.psmile(num_data=40, key=seed).init(PAIR)
+        np.testing.assert_array_equal(state.key, jax.random.key_data(jax.random.key(seed)))
+    wrong: Any = -1, 2**32, np.int64(2**32), np.int32(-1), 2**70
+    for seed in wrong:
+        with pytest.raises(ValueError, match=r"key=...\)` must be .* from 0 to 2\*\*32 - 1"):
+            optax_smile.psmile(num_data=40, key=seed)
+
+
+def test_an_eager_update_and_stats_do_not_wait_for_the_device():
+    tx, params = optax_smile.sgld(1e-3, **SMALL), PAIR
+    state = tx.init(params)
+    states = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+
+    @jax.jit
+    def slow(x, number=20):
+        matrix = jax.lax.fori_loop(0, number, lambda _, a: a @ a / 800, jnp.ones((800, 800)))
+        return x * matrix[0, 0].astype(x.dtype)
+
+    # Compile all.
+    jax.block_until_ready((slow(params["w"], 1), slow(states.key, 1)))
+    updates, after = tx.update(params, state, params)
+    jax.block_until_ready(tx.update(params, after, optax.apply_updates(params, updates)))
+    optax_smile.stats(state)
+    gradient = {"w": slow(params["w"])}
+    updates, after = tx.update(gradient, state, params)
+    tx.update(gradient, after, optax.apply_updates(params, updates))
+    assert not gradient["w"].is_ready()
+    waiting = optax.tree.set(states, key=slow(states.key))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        told = optax_smile.stats(waiting)
+    noise_id: Any = told.noise_id
+    assert not noise_id.is_ready()
+    with pytest.warns(UserWarning, match="equal keys"):
+        optax_smile.stats(jax.block_until_ready(waiting))
+
+
+def square_loss(params, batch):
+    return jnp.mean((batch[0] @ params["w"] - batch[1]) ** 2) / 2
+
+
+def outputs(params, x):
+    return x @ params["w"], jnp.float32(0)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"jax_debug_nans": True, "jax_debug_infs": True},
+        {"jax_disable_jit": True, "jax_numpy_dtype_promotion": "strict"},
+    ],
+)
+def test_flags_of_jax_are_for_the_users_code(flags):
+    start = {"w": jnp.stack([PAIR["w"], 2 * PAIR["w"]])}
+    given: Any = {"num_warmup": 1, "num_draws": 2, "key": 0, "progress": False}
+    tx = optax_smile.sgld(1e-3, **SMALL)
+    before = {flag: getattr(jax.config, flag) for flag in flags}
+    for flag, value in flags.items():
+        jax.config.update(flag, value)
+    try:
+        draws = optax_smile.sample(square_loss, start, [(X, Y)], tx, **given)
+        found = optax_smile.predict(outputs, draws, X, likelihood="gaussian", targets=Y, per="draw")
+        assert str(optax_smile.diagnostics.summary(draws, found))
+        _, state = tx.update(PAIR, tx.init(PAIR), PAIR)
+        optax_smile.last_accepted(state, PAIR)
+        assert np.all(np.isfinite(draws.params["w"])) and str(optax_smile.stats(state))
+    finally:
+        for flag, value in before.items():
+            jax.config.update(flag, value)
+
+
+def test_any_zero_is_a_precision_of_zero():
+    for zero in 0, 0.0, np.float32(0), np.int64(0), jnp.zeros(()):
+        optax_smile.smile(log_prior=lambda p: jnp.zeros(()), prior_precision=zero, **SMALL)
+    with pytest.raises(ValueError, match="must be 0 together"):
+        optax_smile.smile(log_prior=lambda p: jnp.zeros(()), prior_precision=np.float32(1), **SMALL)

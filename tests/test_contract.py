@@ -5,7 +5,6 @@ Where the state lies on several devices: `devices/test_sharded_states.py`.
 """
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import warnings
@@ -18,14 +17,11 @@ import numpy as np
 import optax
 import pytest
 from paper import PAPER
-from public_samplers import SAMPLERS, accepts
+from public_samplers import SAMPLERS, accepts, quick_psmile, settings_of
 
 import optax_smile
-from optax_smile import _settings, published
-from optax_smile.stages.scale import MovingVariance
+from optax_smile import published
 
-# A scale within the few calls of a test: see conftest.py.
-SHORT_WINDOWS = True
 CALLS = 17
 NAN_CALL, OUTLIER_CALL = 5, 15
 RNG = np.random.default_rng(0)
@@ -58,14 +54,17 @@ def build(fn, **options) -> Any:
 # Both parts of a cycle are within the calls of a test.
 OPTIONS: dict[str, Any] = {"cyclical_sgld": {"total_steps": 24, "num_cycles": 2}}
 PLAIN = {name: (fn, OPTIONS.get(name, {})) for name, fn in SAMPLERS.items()}
+PLAIN["psmile"] = quick_psmile, {}
 # Stages that need energies, in a step of two gradients.
 RICH: Any = PAPER | {"step_size": 1e-2, "key": jax.random.key(0)}
 RICH["decoherence_length"] = "turning"
 CASES: dict[str, Any] = PLAIN | {
-    "psmile, rich": (optax_smile.psmile, RICH),
+    "psmile, rich": (quick_psmile, RICH),
     "published.psmile": (published.psmile, {}),
 }
-every_case = pytest.mark.parametrize("case", CASES)
+# Others compute nothing that these do not: `smile` is `psmile` without a scale.
+LIKE_OTHERS = "smile", "mclmc", "sgld"
+every_case = pytest.mark.parametrize("case", [x for x in CASES if x not in LIKE_OTHERS])
 SHARED = ["psmile", "sghmc", "psmile, rich"]
 shared_cases = pytest.mark.parametrize("case", SHARED)
 two_cases = pytest.mark.parametrize("case", SHARED[1:])
@@ -110,7 +109,6 @@ def run(step, params, state, calls) -> Any:
 
 
 def follow(tx, params, calls) -> Any:
-    """Parameters, `stats` and `last_accepted` after calls with gradients and a loss."""
     state = tx.init(params)
     for grads, loss in calls:
         updates, state = tx.update(grads, state, params, value=loss)
@@ -146,7 +144,7 @@ def test_samplers_are_found():
 
 @shared_cases
 def test_chains_under_jit_and_vmap_equal_eager_ones(case):
-    """At the start, at a number that is not finite, at an outlier, and right after each."""
+    """At the start, at a number that is not finite, right after it, and at an outlier."""
     tx, keys = make(case), jax.random.key_data(jax.random.split(jax.random.key(7), 3))
     params = jax.tree.map(lambda x: jnp.stack([x, x + 0.1, x]), PARAMS)
     state = jax.vmap(tx.init)(params)
@@ -155,7 +153,7 @@ def test_chains_under_jit_and_vmap_equal_eager_ones(case):
     step: Any = jax.jit(jax.vmap(functools.partial(advance, tx), in_axes=(0, 0, None)))
     for call in range(CALLS):
         after = step(params, state, batch(call))
-        if call in (0, 1, NAN_CALL, NAN_CALL + 1, OUTLIER_CALL, OUTLIER_CALL + 1):
+        if call in (0, NAN_CALL, NAN_CALL + 1, OUTLIER_CALL):
             with jax.disable_jit():
                 expected = advance(tx, chain(params, call % 3), chain(state, call % 3), batch(call))
             assert_close(chain(after, call % 3), expected)
@@ -189,7 +187,7 @@ def test_types_of_a_state_stay(case):
         with warnings.catch_warnings(action="ignore"):
             found = jax.eval_shape(tx.update, grads, tx.init(PARAMS), PARAMS, value=value)
         assert types(found) == (types(PARAMS), expected)
-    for w, b in [("float64", "float64"), ("float64", "float32"), ("float32", "float32")]:
+    for w, b in [("float64", "float32"), ("float32", "float32")]:
         with jax.enable_x64(True):
             params = {"layer": {"w": W.astype(w), "b": B.astype(b)}}
             start = tx.init(params)
@@ -202,8 +200,7 @@ def test_types_of_a_state_stay(case):
         assert told.step_size.dtype == w
 
 
-@two_cases
-def test_half_precision_gradients(case, no_jit):
+def test_half_precision_gradients(no_jit, case="sghmc"):
     """With so many data that num_data times the gradient leaves float16."""
     tx, grads = make(case, num_data=1e6), optax.tree.cast(PARAMS, jnp.float16)
     single = optax.tree.cast(grads, jnp.float32)
@@ -213,22 +210,11 @@ def test_half_precision_gradients(case, no_jit):
     chex.assert_trees_all_close(updates, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["psmile", "psgld", "scale_adapted_sghmc"])
-def test_steps_of_no_length_and_leaves_without_gradient(case, no_jit):
-    """Averages over the gradients of a dead unit's bias are zero: it takes no long steps."""
+def test_steps_of_no_length(no_jit, case="psmile"):
     tx = with_step_size(case, lambda count: jnp.where(count % 3 == 0, 0, 1e-2))
     params, state = run(functools.partial(advance, tx), PARAMS, tx.init(PARAMS), range(4))
     assert all_moved(params)
     chex.assert_tree_all_finite((params, last_accepted(state, params)))
-    tx = with_step_size(case, 1e-2, prior_precision=0.0)
-    params, state = PARAMS, tx.init(PARAMS)
-    for call in range(4):
-        grads = jax.grad(mean_loss)(params, batch(call))
-        grads["layer"]["b"] = jnp.zeros(8)
-        updates, state = tx.update(grads, state, params, value=1.0)
-        params = apply_updates(params, updates)
-        lengths = {name: jnp.abs(x).max() for name, x in updates["layer"].items()}
-        assert lengths["b"] <= 100 * lengths["w"]
 
 
 def injected(case, **changes):
@@ -247,12 +233,10 @@ def fields(state):
 
 
 @every_case
-def test_a_transformation_its_arguments_and_field_names(case):
-    tx, settings = make(case), _settings.of(make(case, prior_precision=0.625), PARAMS)
+def test_a_transformation_and_its_field_names(case):
+    tx = make(case)
     assert type(tx) is optax.GradientTransformationExtraArgs
     assert tuple(tx) == (tx.init, tx.update)
-    assert settings is not None and settings["name"] == case.split(",")[0]
-    assert settings["num_data"] == 100 and settings["prior_precision"] == 0.625
     wrapped, state = injected(case), tx.init(PARAMS)
     outer = wrapped.init(PARAMS)
     names = [name for name, _ in fields(state)]
@@ -267,20 +251,17 @@ def test_a_transformation_its_arguments_and_field_names(case):
 
 
 def assert_mapped(tx):
-    """Require that Optax finds the parts of the state that are like the parameters."""
     kinds: Any = {"layer": {"w": "W", "b": "B"}}
     drop: Any = {"transform_non_params": lambda _: None}
     mapped = optax.tree.map_params(tx, lambda _, kind: kind, tx.init(PARAMS), kinds, **drop)
     assert set(jax.tree.leaves(mapped)) == {"W", "B"}
 
 
-@pytest.mark.parametrize("prior", ["prior_precision", "prior_mean"])
-def test_optax_maps_over_states_with_any_prior(prior):
-    """As `parallel.init` on a mesh does."""
+def test_optax_maps_over_states_with_any_prior():
     each: Any = {"layer": {"w": 1.0, "b": 2.0}}
     own = {"log_prior": lambda params: -jnp.sum(params["layer"]["w"] ** 2), "prior_precision": 0}
-    assert_mapped(optax_smile.psmile(num_data=9, key=0, **{prior: each}))
-    assert_mapped(optax_smile.psmile(num_data=9, key=0, **own))
+    for prior in ({"prior_precision": each}, {"prior_mean": each}, own):
+        assert_mapped(optax_smile.psmile(num_data=9, key=0, **prior))
 
 
 # What the dynamics share.
@@ -292,7 +273,7 @@ def test_values_are_optional_and_other_arguments_change_nothing(case, no_jit):
     is_rich = "rich" in case
     tx, params, state = make(case), PARAMS, make(case).init(PARAMS)
     for _ in range(2):
-        warns = pytest.warns(UserWarning, match="`psmile.update` got no loss")
+        warns = pytest.warns(UserWarning, match="`smile.update` got no loss")
         with warns if is_rich else contextlib.nullcontext():
             updates, state = tx.update(PARAMS, state, params)
         params = apply_updates(params, updates)
@@ -328,16 +309,16 @@ def test_a_given_step_size_is_the_step_size(case, no_jit):
     for factor in (1, 0.25):
         state = optax.tree.set(tx.init(PARAMS), step_size_factor=jnp.float32(factor))
         assert stats(tx.update(PARAMS, state, PARAMS, value=1.0)[1]).step_size == 0.5 * factor
-    if accepts(CASES[case][0], "tuner"):
+    if per_step == 2:
         with pytest.raises(ValueError, match=r"`psmile\(tuner=...\)` must be None"):
-            make(case, step_size=0.5, tuner=optax_smile.angle_tuner())
+            optax_smile.psmile(0.5, num_data=9, tuner=optax_smile.angle_tuner(), key=0)
+        return
     # By `inject_hyperparams`, from a schedule of the calls, and under jit as an argument.
     tx = injected(case, step_size=lambda count: 0.5**count)
     state = tx.init(PARAMS)
     for call in range(3):
         _, state = tx.update(PARAMS, state, PARAMS, value=1.0)
-        begun = call // per_step * per_step
-        np.testing.assert_allclose(stats(state).step_size, 0.5**begun, rtol=1e-5)
+        np.testing.assert_allclose(stats(state).step_size, 0.5**call, rtol=1e-5)
     tx = injected(case, step_size=0.25)
     state = optax.tree.set(tx.init(PARAMS), step_size=jnp.float32(0.5))
     with jax.disable_jit(False):
@@ -347,11 +328,10 @@ def test_a_given_step_size_is_the_step_size(case, no_jit):
 
 
 def test_wrappers_change_nothing(no_jit, case="sghmc"):
-    """Of Optax: what each passes on gives what the sampler alone gives."""
+    """Of Optax: what each passes on gives what the sampler alone gives; more in call forms."""
     inner, start = make(case), PARAMS["layer"]
     calls = [(grads["layer"], loss) for grads, loss in GRADIENTS]
     expected = follow(inner, start, calls)
-    assert_close(follow(injected(case), start, calls), expected)
     assert_close(follow(optax.apply_if_finite(inner, 5), start, calls), expected)
     doubles = [(scale(2.0, grads), loss) for grads, loss in calls]
     assert_close(follow(optax.chain(optax.scale(0.5), inner), start, doubles), expected)
@@ -359,13 +339,10 @@ def test_wrappers_change_nothing(no_jit, case="sghmc"):
     halves = [half for g, x in calls for half in ((scale(0.5, g), 1e3), (scale(1.5, g), x))]
     assert_close(follow(optax.MultiSteps(inner, 2), start, halves), expected)
     params, told, last = follow(inner, {"w": start["w"]}, [({"w": g["w"]}, x) for g, x in calls])
-    frozen = optax.set_to_zero()
     of_w = optax.masked(inner, {"w": True, "b": False})
-    masked = optax.chain(of_w, optax.masked(frozen, {"w": False, "b": True}))
-    labels: Any = {"w": "sampled", "b": "frozen"}
+    masked = optax.chain(of_w, optax.masked(optax.set_to_zero(), {"w": False, "b": True}))
     alone = {**params, "b": start["b"]}, told, {**last, "b": start["b"]}
-    for part in (masked, optax.partition({"sampled": inner, "frozen": frozen}, labels)):
-        assert_close(follow(part, start, calls), alone)
+    assert_close(follow(masked, start, calls), alone)
 
 
 @shared_cases
@@ -380,60 +357,46 @@ def test_donated_buffers(case):
 
 
 class Fixed(NamedTuple):
-    """A scale that was known before."""
-
     known: Any
 
     def inverse_scale(self):
         return jax.tree.map(jnp.reciprocal, self.known)
 
 
-@dataclasses.dataclass(frozen=True)
 class FixedScale(optax_smile.Preconditioner):
-    """Begin and stay with a scale."""
-
-    scale: Fixed
+    def __init__(self, weights):
+        self.weights = weights
 
     def init(self, params):
-        return self.scale
+        return Fixed({"layer": {"w": jnp.full_like(W, self.weights), "b": jnp.ones_like(B)}})
 
 
 def test_a_preconditioner_of_ones_own(no_jit):
     """A scale of one changes nothing; another one moves along u / s."""
+    given: Any = {"step_size": 0.1, "num_data": 10, "decoherence_length": None}
 
-    def end(w, calls=GRADIENTS, own: Any = None):
-        scale = Fixed({"layer": {"w": jnp.full_like(W, w), "b": jnp.ones_like(B)}})
-        own = own or FixedScale(scale)
-        given: dict[str, Any] = {"step_size": 0.1, "num_data": 10, "decoherence_length": None}
-        return follow(optax_smile.smile(preconditioner=own, **given), PARAMS, calls)[0]
+    def end(calls=GRADIENTS, **preconditioner):
+        return follow(optax_smile.smile(**given, **preconditioner), PARAMS, calls)[0]
 
-    plain = optax_smile.smile(0.1, tuner=None, decoherence_length=None, num_data=10)
-    expected = follow(plain, PARAMS, GRADIENTS)[0]
-    for found in (end(1), end(1, own=optax_smile.Preconditioner())):
-        chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
-    moved = optax.tree.sub(end(100, GRADIENTS[:1]), PARAMS)["layer"]
+    chex.assert_trees_all_close(end(preconditioner=FixedScale(1)), end(), rtol=1e-5, atol=1e-6)
+    moved = optax.tree.sub(end(GRADIENTS[:1], preconditioner=FixedScale(100)), PARAMS)["layer"]
     assert np.abs(moved["w"]).max() < 0.2 * np.abs(moved["b"]).max()
 
 
 @pytest.mark.parametrize("name", ["smile", "psmile", "smile_naive", "psmile_naive"])
 def test_the_papers_samplers(name, no_jit):
-    """The paper's arguments of `smile`; `psmile` has another preconditioner."""
     prior = {"prior_mean": 0.5, "prior_precision": 2.0, "temperature": 3.0, "num_data": 10}
     tx = getattr(published, name)(0.1, **prior)
     # What the summary of a run judges rejections and drifts by.
-    told: Any = _settings.of(tx, PARAMS)
+    told: Any = settings_of(tx, PARAMS)
     naive, state = name.endswith("naive"), tx.init(PARAMS)
     assert told["name"] == f"published.{name}" and told["integrator"] == "minimal_norm"
     assert told["reject_quantile"] == (None if naive else 0.98)
     assert told["tuner"] is None if naive else told["tuner"]["name"] == "quantile_tuner"
     assert state.gradients_per_step == 2 and state.key is None
-    if name.startswith("psmile"):
-        chex.assert_trees_all_equal_structs(
-            state.unpack().dynamics.preconditioner, MovingVariance().init(PARAMS)
-        )
-    else:
-        options = PAPER | ({"tuner": None, "reject_quantile": None} if naive else {})
-        samplers = tx, optax_smile.smile(0.1, **options, **prior)
+    assert ("gradient_variance" in dict(fields(state))) == name.startswith("psmile")
+    if name == "smile":
+        samplers = tx, optax_smile.smile(0.1, **PAPER, **prior)
         params, expected = (follow(tx, PARAMS, GRADIENTS[:2])[0] for tx in samplers)
         assert_equal(params, expected)
         assert all_moved(params)

@@ -29,7 +29,6 @@ def loss_of(outputs, targets):
 
 
 def train(step, *carry):
-    """What the last step returned."""
     for batch in zip(INPUTS, TARGETS, strict=True):
         *carry, loss = step(*carry, *batch)
     return loss, *carry
@@ -52,7 +51,7 @@ def train_state_loop(tx):
 
 
 def test_one_line_swap():
-    tx = optax_smile.psmile(0.5, num_data=100, key=0)
+    tx = optax_smile.sghmc(1e-3, num_data=100, key=0)
     loss, start, params, state, loss_at = train_state_loop(tx)
     chex.assert_tree_all_finite(params)
     moved = jax.tree.map(lambda x, y: bool(jnp.all(x != y)), start, params)

@@ -1,5 +1,7 @@
-"""Small leaves that travel joined through a call change nothing but the time."""
+"""How a state travels: its small leaves joined in a call, its scalars packed between calls."""
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -7,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from public_samplers import quick_psmile
 
 import optax_smile
 from optax_smile import _joined, _tree
+from optax_smile._packed import pack, unpack
 
 SHAPES = {"a": (10,), "b": (40, 50), "c": (3, 4), "d": (), "e": (600,), "f": (2, 300)}
 KEYS = jax.random.split(jax.random.key(0), len(SHAPES))
@@ -24,8 +28,8 @@ def mean_loss(params, shift):
     return sum(jnp.mean(jnp.square(leaf - shift)) for leaf in jax.tree.leaves(params))
 
 
-def follow(tx, frozen: str = "") -> Any:
-    """Parameters and state after 150 calls, in which a scale is measured and replaced.
+def follow(tx, frozen) -> Any:
+    """Parameters and state after 20 calls, in which a scale is measured and replaced.
 
     The gradient of the leaf `frozen` is None.
     """
@@ -33,37 +37,26 @@ def follow(tx, frozen: str = "") -> Any:
     def call(carry, shift):
         params, state = carry
         value, grads = jax.value_and_grad(mean_loss)(params, shift)
-        grads = {name: None if name == frozen else grad for name, grad in grads.items()}
-        updates, state = tx.update(grads, state, params, value=value)
-        updates = {name: 0 if name == frozen else update for name, update in updates.items()}
-        return (optax.apply_updates(params, updates), state), None
+        updates, state = tx.update(grads | {frozen: None}, state, params, value=value)
+        return (optax.apply_updates(params, updates | {frozen: 0}), state), None
 
-    shifts = jax.random.normal(jax.random.key(1), (150,))
+    shifts = jax.random.normal(jax.random.key(1), (20,))
     # As in `optax.adamw`, a scan needs a state without the leaf.
-    state = tx.init(PARAMS | ({frozen: None} if frozen else {}))
+    state = tx.init(PARAMS | {frozen: None})
     return jax.jit(lambda start: jax.lax.scan(call, start, shifts)[0])((PARAMS, state))
 
 
-def prior(params):
-    return -sum(jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(params))
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "prior per leaf": {"prior_precision": {**dict.fromkeys(SHAPES, 2.0), "c": jnp.ones((3, 4))}},
-    "two calls a step": {"integrator": "minimal_norm", "prior_mean": "start"},
-    "frozen leaf": {"prior_precision": 0, "log_prior": prior},
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_joined_leaves_take_the_same_way(case, monkeypatch):
-    tx = optax_smile.psmile(num_data=100, key=0, **CASES[case])
+def test_joined_leaves_take_the_same_way(monkeypatch):
+    """Two calls a step, a prior for each leaf, and a leaf that does not move."""
+    given: dict[str, Any] = {"num_data": 100, "key": 0, "integrator": "minimal_norm"}
+    given |= {"prior_precision": {**dict.fromkeys(SHAPES, 2.0), "c": jnp.ones((3, 4))}}
+    given |= {"prior_mean": "start"}
     layout: Any = _joined.choose(PARAMS, _tree.SMALLEST_NETWORK)
     assert layout.is_small.count(True) == len(SMALL)
-    frozen = "e" if case == "frozen leaf" else ""
-    found = follow(tx, frozen)
+    found = follow(quick_psmile(**given), "e")
     monkeypatch.setattr(_joined, "choose", lambda params, smallest: None)
-    expected = follow(optax_smile.psmile(num_data=100, key=0, **CASES[case]), frozen)
+    expected = follow(quick_psmile(**given), "e")
+    assert found[1].unpack().dynamics.preconditioner.window > 6
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for path, x in jax.tree_util.tree_leaves_with_path(found):
         y = dict(jax.tree_util.tree_leaves_with_path(expected))[path]
@@ -92,10 +85,7 @@ def test_join_and_part_give_back_the_tree_and_what_is_around_it():
 
 def test_only_leaves_of_one_precision_on_one_device_are_joined():
     with jax.enable_x64(True):
-        mixed = {
-            name: x.astype("float64" if name == "a" else x.dtype) for name, x in PARAMS.items()
-        }
-        assert _joined.choose(mixed, 0) is None
+        assert _joined.choose(PARAMS | {"a": PARAMS["a"].astype("float64")}, 0) is None
     few = {name: PARAMS[name] for name in "ab"}
     assert _joined.choose(few, 0) is None and _joined.choose(PARAMS, 10**6) is None
     mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
@@ -112,3 +102,50 @@ def test_a_change_of_one_joined_leaf_is_seen():
         changed = {**params, name: params[name] + 1e-2}
         after: Any = tx.update(PARAMS, state, changed, value=1.0)[1]
         assert after.unpack().probe.num_altered == 1, name
+
+
+# Between calls.
+
+WIDTHS = 8, 16, 16, 16, 1
+NETWORK = {
+    f"layer {i}": {"kernel": jnp.ones(shape), "bias": jnp.zeros(shape[1])}
+    for i, shape in enumerate(zip(WIDTHS[:-1], WIDTHS[1:], strict=True))
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("psmile", 40), ("published.psmile", 48), ("psgld", 25)]
+)
+def test_a_state_has_few_arrays_and_gives_back_its_scalars(name, most):
+    make: Any = operator.attrgetter(name)(optax_smile)
+    options: Any = {"key": 0} if name != "published.psmile" else {}
+    options |= {"step_size": 1e-3} if name != "psmile" else {}
+    state: Any = make(num_data=100, **options).init(NETWORK)
+    assert len(jax.tree.leaves(state)) <= most
+    scalars = [x for x in jax.tree.leaves(state.arrays) if x.ndim == 0]
+    # Those of a tuner, or the factor that a user sets.
+    assert len(scalars) <= 2
+    of_chains = jax.tree.map(lambda x: jnp.stack([x, jnp.ones_like(x)]), state)
+    for one in (0, 1):
+        expected = jax.tree.map(lambda x, one=one: x[one], of_chains).unpack()
+        found = jax.tree.map(lambda x, one=one: x[one], of_chains.unpack())
+        jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), found, expected)
+    jax.tree.map(np.testing.assert_array_equal, pack(unpack(*state[:4])), state[:4])
+    kinds = {x.dtype.name for x in jax.tree.leaves(state.unpack()) if x.ndim == 0}
+    assert kinds == {"float32", "int32", "bool"}
+
+
+def test_float64_arguments_do_not_widen_a_float32_state():
+    with jax.enable_x64(True):
+        numbers = {"num_data": 9.0, "temperature": 0.5, "decoherence_length": 2.0}
+        given: Any = {name: np.float64(number) for name, number in numbers.items()}
+        tuner = optax_smile.angle_tuner(np.float64(0.1))
+        tx = optax_smile.psmile(**given, tuner=tuner, key=0)
+        params = jax.tree.map(lambda x: x.astype(jnp.float32), NETWORK)
+        state = jax.eval_shape(tx.init, params)
+        value = jax.ShapeDtypeStruct((), jnp.float32)
+        after = jax.eval_shape(
+            lambda *x: tx.update(*x[:3], value=x[3]), params, state, params, value
+        )[1]
+        kinds, expected = (jax.tree.map(lambda x: x.dtype, x) for x in (after, state))
+        assert kinds == expected

@@ -17,11 +17,12 @@ import runs
 import optax_smile
 from optax_smile import _tree
 
-CALLS = 8
+CALLS = 7
 NUM_DATA, TEMPERATURE = 50.0, 2.5
 PRIOR = {"b": 4.0, "w": {"inner": 0.5, "outer": 0.0}}
 SIZE = 8
 PRIOR_OF_EACH = np.array([4.0] * 3 + [0.5] * 4 + [0.0])
+MEAN = np.arange(-4, 4) / 4
 RNG = np.random.default_rng(0)
 START = RNG.normal(size=SIZE)
 ROOT = RNG.normal(size=(SIZE, SIZE))
@@ -33,7 +34,6 @@ OF_STEP_SIZE = 1e-3
 
 
 def loss_gradient(x, call):
-    """Gradient of a quadratic mean loss on the batch of a call."""
     return (PRECISION @ x + NOISE_OF_THE_BATCH[call]) / NUM_DATA
 
 
@@ -43,6 +43,7 @@ def schedule(count):
 
 def build(name, step_size: Any = OF_STEP_SIZE, **options) -> Any:
     common = {"num_data": NUM_DATA, "prior_precision": PRIOR, "temperature": TEMPERATURE, "key": 3}
+    common["prior_mean"] = as_tree(MEAN)
     return getattr(optax_smile, name)(step_size, **common | options)
 
 
@@ -91,7 +92,7 @@ def textbook(move, noise):
     for call, z in enumerate(noise):
         x = positions[-1]
         history.append(loss_gradient(x, call))
-        gradient = (NUM_DATA * history[-1] + PRIOR_OF_EACH * x) / TEMPERATURE
+        gradient = (NUM_DATA * history[-1] + PRIOR_OF_EACH * (x - MEAN)) / TEMPERATURE
         positions.append(x + move(call, gradient, history, z))
     return np.array(positions)
 
@@ -117,8 +118,7 @@ def test_sgld():
     np.testing.assert_allclose(trace.stat("step_size")[1:], OF_STEP_SIZE * FACTORS[:CALLS])
 
 
-@pytest.mark.parametrize("decay, smallest_root", [(0.99, 1e-3), (0.6, 0.3)])
-def test_psgld(decay, smallest_root):
+def test_psgld(decay=0.6, smallest_root=0.3):
     def move(call, gradient, history, z):
         weights = decay ** np.arange(call, -1, -1)
         root = np.sqrt(weights @ np.square(history) / weights.sum())
@@ -129,8 +129,7 @@ def test_psgld(decay, smallest_root):
     assert_moves(follow(build("psgld", schedule, **options)), move)
 
 
-@pytest.mark.parametrize("friction, noise", [(0.05, 0.0), (0.4, 9e3)])
-def test_sghmc(friction, noise):
+def test_sghmc(friction=0.4, noise=9e3):
     """With a velocity as in the formula, not the displacement that the state holds."""
     velocity, amplitudes = np.zeros(SIZE), []
 
@@ -143,9 +142,8 @@ def test_sghmc(friction, noise):
 
     options = {"friction": friction, "gradient_noise": noise}
     assert_moves(follow(build("sghmc", lambda count: 10 * schedule(count), **options)), move)
-    # With the large gradient noise some calls add nothing and others something.
-    clamped = np.equal(amplitudes, 0)
-    assert clamped.any() == (noise > 0) and not clamped.all()
+    # Some calls add nothing and others something.
+    assert 0 < np.mean(np.equal(amplitudes, 0)) < 1
 
 
 def test_scale_adapted_sghmc():
@@ -174,15 +172,10 @@ def test_scale_adapted_sghmc():
     assert_moves(trace, move)
     # What would have a negative variance is left out.
     assert 0.05 < np.mean(np.less(variances, 0)) < 0.95
-    for scale, state in zip(scales, trace.states[1:], strict=True):
-        np.testing.assert_allclose(
-            [flat(tree) for tree in state.arrays.dynamics.memory], scale, rtol=1e-11
-        )
-    changes = [
-        flat(x.arrays.dynamics.memory) != flat(y.arrays.dynamics.memory)
-        for x, y in itertools.pairwise(trace.states)
-    ]
-    np.testing.assert_array_equal(np.any(changes, axis=1), np.arange(calls) < adapt_steps)
+    memories = np.array([[flat(x) for x in s.arrays.dynamics.memory] for s in trace.states])
+    np.testing.assert_allclose(memories[1:], scales, rtol=1e-11)
+    changes = np.any(memories[1:] != memories[:-1], axis=(1, 2))
+    np.testing.assert_array_equal(changes, np.arange(calls) < adapt_steps)
     # The point that the call was given is the end of the step before it.
     adapts = np.arange(calls) <= adapt_steps
     np.testing.assert_array_equal(trace.stat("is_draw")[1:], ~adapts)
@@ -197,8 +190,7 @@ def test_without_any_gradient_nothing_moves(name):
     )
 
 
-@pytest.mark.parametrize("total, cycles, exploration", [(15, 2, 0.3), (10, 1, 0.99)])
-def test_cyclical_sgld(total, cycles, exploration):
+def test_cyclical_sgld(total=15, cycles=2, exploration=0.3):
     """Two cycles and a half: it goes on after `total_steps` as before."""
     length = int(np.ceil(total / cycles))
     counts = np.arange(5 * length // 2)
@@ -219,30 +211,27 @@ def test_cyclical_sgld(total, cycles, exploration):
     np.testing.assert_array_equal(trace.stat("is_draw")[1:], [False, *samples[:-1]])
 
 
-def cyclical(counts, length, exploration, step_size=1e-2):
-    """Statistics of calls after so many steps: in float32, and with jit.
+def test_exploration_ends_at_the_right_step(length=100):
+    """A share of a cycle that ends exactly at a step is not to be decided by rounding.
 
-    A division by a constant may then become a product with its rounded inverse.
+    In float32, and with jit: a division by a constant may then become a product with its rounded
+    inverse.
     """
-    cycles: Any = {"total_steps": 4 * length, "num_cycles": 4, "exploration": exploration}
-    tx: Any = optax_smile.cyclical_sgld(step_size, num_data=1, key=0, **cycles)
-    params = jnp.ones(2)
-    _, state = tx.update(params, tx.init(params), params)
+    counts, params, percents = np.arange(2 * length + 1), jnp.ones(2), (10, 33, 60)
 
-    def one(count):
-        return optax_smile.stats(
-            tx.update(params, runs.with_fields(state, num_steps=count), params)[1]
-        )
+    def are_draws(percent):
+        cycles: Any = {"total_steps": 4 * length, "num_cycles": 4, "exploration": percent / 100}
+        tx: Any = optax_smile.cyclical_sgld(1e-2, num_data=1, key=0, **cycles)
+        _, state = tx.update(params, tx.init(params), params)
 
-    return jax.jit(jax.vmap(one))(jnp.asarray(counts, jnp.int32))
+        def one(count):
+            state_then = runs.with_fields(state, num_steps=count)
+            return optax_smile.stats(tx.update(params, state_then, params)[1]).is_draw
 
+        return jax.vmap(one)(jnp.asarray(counts + 1, jnp.int32))
 
-@pytest.mark.parametrize("length", [7, 100])
-def test_exploration_ends_at_the_right_step(length):
-    """A share of a cycle that ends exactly at a step is not to be decided by rounding."""
-    counts = np.arange(2 * length + 1)
-    for percent in (10, 33, 60):
-        got = cyclical(counts + 1, length, percent / 100).is_draw
+    found = jax.jit(lambda: [are_draws(percent) for percent in percents])()
+    for percent, got in zip(percents, found, strict=True):
         expected = counts % length * 100 >= percent * length
         np.testing.assert_array_equal(got, expected, err_msg=f"exploration {percent / 100}")
 
@@ -270,7 +259,6 @@ def good_call(params, call=0):
 
 
 def bad_inputs(params):
-    """One entry of the gradient, or the value alone."""
     grads, value = good_call(params)
     yield grads | {"b": grads["b"].at[2].set(-jnp.inf)}, value
     yield grads, jnp.float32(jnp.nan)
@@ -284,7 +272,6 @@ def ulps(got, start, proposal):
 
 
 def run(tx, params, state, calls):
-    """All parameters and states of good calls, from the given ones on."""
     trail = [(params, state)]
     for call in calls:
         grads, value = good_call(params, call)
@@ -294,11 +281,9 @@ def run(tx, params, state, calls):
     return trail
 
 
-@pytest.mark.parametrize("name", ["sghmc", "scale_adapted_sghmc"])
-def test_nonfinite_inputs_are_taken_back(name):
+def test_nonfinite_inputs_are_taken_back():
     """After good calls, whose `last_accepted` is the point that was judged."""
-    options = {} if name == "sghmc" else {"adapt_steps": 10}
-    tx, start = build(name, **options), as_tree(START, jnp.float32)
+    tx, start = build("scale_adapted_sghmc", adapt_steps=10), as_tree(START, jnp.float32)
     trail = run(tx, start, tx.init(start), range(CALLS))
     first = trail[0][1]
     assert np.all(flat(optax_smile.last_accepted(first, start)) == flat(start))
@@ -353,10 +338,10 @@ def test_is_sample_speaks_of_the_last_accepted_step_end():
 
 
 def test_below_resolution():
-    """Whether float32 parameters feel the displacements."""
     params = jax.tree.map(lambda x: 1e6 + 0 * x, as_tree(START, jnp.float32))
     grads = jax.tree.map(lambda x: 1e-6 * x, params)
-    for step_size, expected in ((1e-16, True), (10.0, False)):
-        tx = build("sghmc", step_size, prior_precision=0.0)
-        _, state = tx.update(grads, tx.init(params), params)
+    tx = build("sghmc", lambda count: jnp.where(count == 0, 1e-16, 10.0), prior_precision=0.0)
+    state = tx.init(params)
+    for expected in (True, False):
+        _, state = tx.update(grads, state, params)
         assert optax_smile.stats(state).below_resolution == expected

@@ -7,18 +7,19 @@ import numpy as np
 import optax
 import pytest
 import runs
-from blackjax.mcmc import integrators as blackjax_integrators
+from blackjax.mcmc.integrators import esh_dynamics_momentum_update_one_step
 from jax.flatten_util import ravel_pytree
 
 import optax_smile
 from optax_smile import _tree
 from optax_smile.stages import integrator as stepping
 
-INTEGRATORS = tuple(stepping.SCHEMES)
+FIRST_KICK = 0.1931833275037836
 CALLS_PER_STEP = {"leapfrog": 1, "minimal_norm": 2}
-REFERENCE_INTEGRATORS = {
-    "leapfrog": blackjax_integrators.isokinetic_velocity_verlet,
-    "minimal_norm": blackjax_integrators.isokinetic_mclachlan,
+# Lengths of the kicks and of the drifts between them.
+SCHEMES = {
+    "leapfrog": ((0.5, 0.5), (1.0,)),
+    "minimal_norm": ((FIRST_KICK, 1 - 2 * FIRST_KICK, FIRST_KICK), (0.5, 0.5)),
 }
 
 
@@ -32,7 +33,6 @@ def exact_log_growth(p, delta):
 
 
 def textbook_kick(u, g, length):
-    """The formula of the literature, in float64, for a unit vector u."""
     size, norm = u.size, np.linalg.norm(g)
     if norm == 0:
         return u, 0.0
@@ -48,16 +48,15 @@ def unit(rng, size):
     return vector / np.linalg.norm(vector)
 
 
-def kick_and_turn(u, g, *lengths, moving: Any = True) -> Any:
-    """Kick with one gradient for each of the lengths, then turn the direction u once."""
-    momentum = stepping.Momentum(stepping.SCHEMES["leapfrog"])
+def sums_of(u, g):
     sums = stepping.Sums(*[jnp.zeros(())] * len(stepping.Sums._fields))
-    sums = sums._replace(
-        direction_square=jnp.vdot(u, u),
-        direction_dot_whitened=jnp.vdot(u, g),
-        whitened_square=jnp.vdot(g, g),
-    )
-    heading = momentum.heading(jnp.asarray(moving), sums)
+    squares = {"direction_square": jnp.vdot(u, u), "whitened_square": jnp.vdot(g, g)}
+    return sums._replace(direction_dot_whitened=jnp.vdot(u, g), **squares)
+
+
+def kick_and_turn(u, g, *lengths, moving: Any = True) -> Any:
+    momentum = stepping.Momentum(stepping.SCHEMES["leapfrog"])
+    heading = momentum.heading(jnp.asarray(moving), sums_of(u, g))
     gains = []
     for length in lengths:
         given = heading, jnp.asarray(length, u.dtype), u.size
@@ -96,8 +95,9 @@ def test_kinetic_energy_of_kicks_at_ten_million_parameters():
     assert np.all(error[:, 2001:] <= 1e-6 * (size - 1) * delta[2001:])
 
 
-@pytest.mark.parametrize("size", [2, 3, 57])
+@pytest.mark.parametrize("size", [2, 57])
 def test_kick_is_that_of_the_textbook(size):
+    """And of BlackJAX."""
     rng = np.random.default_rng(size)
     cosines, deltas = (-0.999, -0.7, -0.01, 0.0, 0.2, 0.99, 1.0), (1e-8, 0.03, 0.9, 1.1, 3.0, 12.0)
     cosines, deltas = np.repeat(cosines, len(deltas)), np.tile(deltas, len(cosines))
@@ -110,6 +110,11 @@ def test_kick_is_that_of_the_textbook(size):
     gradients, lengths = 40 * gradients, deltas * (size - 1) / (40 * norms[:, 0])
     with jax.enable_x64(True):
         got, _, gains = kicked(jnp.asarray(starts), gradients, jnp.asarray(lengths)[:, None])
+        theirs = jax.vmap(lambda *x: esh_dynamics_momentum_update_one_step()(*x, 1.0))
+        turned, _, gained = theirs(starts, -gradients, lengths)
+    is_near = cosines < -0.9
+    np.testing.assert_allclose(turned[~is_near], got[~is_near], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(gained[~is_near], gains[~is_near, 0], rtol=1e-9, atol=1e-12 * size)
     for index, cosine in enumerate(cosines):
         expected, gain = textbook_kick(starts[index], gradients[index], lengths[index])
         # Near p = -1 a rounded cosine is worth 1 / (1 + p) rounding errors.
@@ -175,8 +180,6 @@ def test_norm_after_many_kicks(size, largest_delta):
 
 
 def test_a_subclass_replaces_kick_drift_and_kinetic_energy():
-    """One that follows the gradient at half the speed, in a state, an energy and a displacement."""
-
     class Half(stepping.Momentum):
         def kick(self, heading, length, num_parameters):
             return heading._replace(along_old=0 * length, along_descent=jnp.ones_like(length))
@@ -194,15 +197,9 @@ def test_a_subclass_replaces_kick_drift_and_kinetic_energy():
     state = base.init(u, jnp.float32(0.5))._replace(
         direction=u, moving=jnp.array(True), drift_index=jnp.int32(2)
     )
-    sums = stepping.Sums(*[jnp.zeros(())] * len(stepping.Sums._fields))
-    sums = sums._replace(
-        direction_square=jnp.vdot(u, u),
-        direction_dot_whitened=jnp.vdot(u, g),
-        whitened_square=jnp.vdot(g, g),
-    )
-    closed, end = half.close(state, sums)
+    closed, end = half.close(state, sums_of(u, g))
     opened, gained = half.open(end, closed, state.step_length)
-    kick = 0.1931833275037836 * 0.5 * 5
+    kick = FIRST_KICK * 0.5 * 5
     np.testing.assert_allclose([end.kinetic_change, gained], [kick, kick], rtol=1e-6)
     direction: Any = half.turn(u, opened, g, None)
     np.testing.assert_allclose(direction, -g / 5, rtol=1e-6)
@@ -214,16 +211,6 @@ def test_a_subclass_replaces_kick_drift_and_kinetic_energy():
     np.testing.assert_allclose(again, moved, rtol=1e-6)
 
 
-def banana(params):
-    x, y = jnp.append(params["x"], params["last"]), jnp.ravel(params["y"])
-    return jnp.sum(x**2) / 2 + jnp.sum((y - x**2 + 0.1 * jnp.roll(x, 1)) ** 2) / 1.4
-
-
-def banana_start(seed=6):
-    rng, shapes = np.random.default_rng(seed), {"x": (3,), "y": (2, 2), "last": ()}
-    return {name: jnp.asarray(rng.standard_normal(shape)) for name, shape in shapes.items()}
-
-
 def plain(step_size, sampler=optax_smile.smile, **options) -> Any:
     """A sampler with the step size as given, no prior, and no noise but that of the gradients."""
     options = {"num_data": 1, "prior_precision": 0.0, "decoherence_length": None} | options
@@ -231,51 +218,18 @@ def plain(step_size, sampler=optax_smile.smile, **options) -> Any:
 
 
 def moving_along(state, direction):
-    """State of a chain that has the unit momentum `direction` and no open step."""
     moving = jnp.ones_like(state.unpack().dynamics.momentum.moving)
     return runs.with_fields(state, direction=direction, moving=moving)
 
 
-def trajectory(integrator, step_size, energy, num_steps, params, direction):
-    """Positions and energy changes at the ends of the steps."""
-    tx, calls = plain(step_size, integrator=integrator), CALLS_PER_STEP[integrator]
-
-    def call(carry, _):
-        params, state = carry
-        value, grads = jax.value_and_grad(energy)(params)
-        updates, state = tx.update(grads, state, params, value=value)
-        seen = ravel_pytree(params)[0], optax_smile.stats(state).energy_change
-        return (optax.apply_updates(params, updates), state), seen
-
-    start = params, moving_along(tx.init(params), direction)
-    seen = jax.lax.scan(call, start, length=1 + calls * num_steps)[1]
-    return jax.tree.map(lambda x: x[calls::calls], seen)
-
-
-def test_full_batch_trajectory_and_energies_are_those_of_blackjax():
-    integrator, num_steps, step_size = "minimal_norm", 100, 0.2
-    with jax.enable_x64(True):
-        position, unravel = ravel_pytree(banana_start())
-        direction = jnp.asarray(unit(np.random.default_rng(7), position.size))
-
-        def log_density(flat):
-            return -banana(unravel(flat))
-
-        def step(state, _):
-            state, kinetic_change = REFERENCE_INTEGRATORS[integrator](log_density)(state, step_size)
-            return state, (state, kinetic_change)
-
-        start = position, direction, *jax.value_and_grad(log_density)(position)
-        start = blackjax_integrators.IntegratorState(*start)
-        ends, kinetic = jax.jit(lambda x: jax.lax.scan(step, x, length=num_steps)[1])(start)
-        expected = kinetic - jnp.diff(ends.logdensity, prepend=start.logdensity)
-        chain = jax.jit(partial(trajectory, integrator, step_size, banana, num_steps))
-        positions, changes = chain(unravel(position), unravel(direction))
-    np.testing.assert_allclose(positions, ends.position, rtol=0, atol=1e-10)
-    np.testing.assert_allclose(changes, expected, rtol=0, atol=1e-10)
-    # The chain has been somewhere, and its energy error is far above the tolerance.
-    assert np.ptp(ends.position, axis=0).min() > 1
-    assert np.abs(expected).max() > 1e-3
+def energy_change(integrator, energy, step_size, params, direction):
+    tx, moved = plain(step_size, integrator=integrator), params
+    state = moving_along(tx.init(params), direction)
+    for _ in range(1 + CALLS_PER_STEP[integrator]):
+        value, grads = jax.value_and_grad(energy)(moved)
+        updates, state = tx.update(grads, state, moved, value=value)
+        moved: Any = optax.apply_updates(moved, updates)
+    return optax_smile.stats(state).energy_change
 
 
 def test_energy_error_falls_with_the_third_power_of_the_step_size():
@@ -293,12 +247,12 @@ def test_energy_error_falls_with_the_third_power_of_the_step_size():
 
         @partial(jax.jit, static_argnums=0)
         def error(integrator, step_size):
-            step = jax.vmap(partial(trajectory, integrator, step_size, potential, 1))
-            _, changes = step({"x": x, "y": y}, {"x": u[:, 0], "y": u[:, 1]})
+            step = jax.vmap(partial(energy_change, integrator, potential, step_size))
+            changes = step({"x": x, "y": y}, {"x": u[:, 0], "y": u[:, 1]})
             return jnp.sqrt(jnp.mean(changes**2))
 
-        errors = {name: [float(error(name, eps)) for eps in step_sizes] for name in INTEGRATORS}
-    for name in INTEGRATORS:
+        errors = {name: [float(error(name, eps)) for eps in step_sizes] for name in CALLS_PER_STEP}
+    for name in CALLS_PER_STEP:
         slope = np.polyfit(np.log(step_sizes), np.log(errors[name]), 1)[0]
         assert abs(slope - 3) <= 0.06, (name, slope)
     assert np.min(np.divide(errors["leapfrog"], errors["minimal_norm"])) >= 10
@@ -347,7 +301,7 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size,
     # A cold chain explores by the noise of the gradients; a hot one has no more of its own.
     temperature = {-1.0: 3.0, 2.0: 0.8}.get(second, 1.0)
     num_chains, calls = 4_000, CALLS_PER_STEP[integrator]
-    kick = 0.5 if integrator == "leapfrog" else 0.1931833275037836
+    kick = SCHEMES[integrator][0][0]
     given: dict[str, Any] = {"decoherence_length": length, "temperature": temperature, "key": 0}
     tx = plain(STEP, integrator=integrator, **given)
     start, across = jnp.eye(size)[:2]
@@ -360,11 +314,8 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size,
         lateral = across - u * u[1]
         gradient = factor * slope * lateral / jnp.linalg.norm(lateral)
         updates, state = tx.update(temperature * gradient, state, params)
-        seen = (
-            gradient,
-            state.arrays.dynamics.momentum.direction,
-            optax_smile.stats(state).step_size,
-        )
+        direction = state.arrays.dynamics.momentum.direction
+        seen = gradient, direction, optax_smile.stats(state).step_size
         return (optax.apply_updates(params, updates), state), seen
 
     def one(key):
@@ -437,7 +388,6 @@ def test_isotropic_noise_has_no_memory():
 
 
 def test_a_step_keeps_its_length_to_the_end():
-    """The second drift of the minimal norm is as long as the first, whatever a schedule says."""
     sizes = jnp.asarray([1.0, 3.0, 2.0])
     tx = optax_smile.smile(
         lambda count: sizes[count], num_data=1, integrator="minimal_norm", decoherence_length=None
@@ -452,8 +402,106 @@ def test_a_step_keeps_its_length_to_the_end():
 
 
 def test_random_signs_are_those_of_the_place():
-    """In an array of any number of axes."""
     key = jax.random.key(0)
     flat = _tree.isotropic_like(key, jnp.zeros(8 * 9 * 10 * 2))
-    for shape in ((8, 9, 10, 2), (72, 20), (8, 9, 20)):
+    for shape in ((8, 9, 10, 2), (72, 20)):
         np.testing.assert_array_equal(_tree.isotropic_like(key, jnp.zeros(shape)).ravel(), flat)
+
+
+# With gradients of batches, against a step in NumPy.
+
+
+def banana(params):
+    x, y = jnp.append(params["x"], params["last"]), jnp.ravel(params["y"])
+    return jnp.sum(x**2) / 2 + jnp.sum((y - x**2 + 0.1 * jnp.roll(x, 1)) ** 2) / 1.4
+
+
+def banana_start():
+    rng, shapes = np.random.default_rng(6), {"x": (3,), "y": (2, 2), "last": ()}
+    return {name: jnp.asarray(rng.standard_normal(shape)) for name, shape in shapes.items()}
+
+
+PRECISIONS = {"x": 0.5, "y": 3.0, "last": 0.0}
+MEANS: Any = {"x": 1.0, "y": np.array([[0.0, 1], [2, 3]]), "last": 2.0}
+POSTERIOR: Any = {"num_data": 12.0, "prior_precision": PRECISIONS, "temperature": 1.7}
+POSTERIOR["prior_mean"] = MEANS
+BATCHES = np.random.default_rng(8).standard_normal((41, 8)) / 3
+
+
+def loss_fn(params, batch):
+    return banana(params) / 12 + jnp.sum(jnp.cosh(ravel_pytree(params)[0] - batch)) / 12
+
+
+def energy(params, batch):
+    prior = sum(
+        PRECISIONS[name] * jnp.sum((x - MEANS[name]) ** 2) / 2 for name, x in params.items()
+    )
+    return (12 * loss_fn(params, batch) + prior) / 1.7
+
+
+def follow_loss(tx, params):
+    """Positions, gradients and values of U, noise drawn and energy changes, by call."""
+
+    def call(carry, batch):
+        params, state = carry
+        loss, loss_gradient = jax.value_and_grad(loss_fn)(params, batch)
+        updates, after = tx.update(loss_gradient, state, params, value=loss)
+        noise = jax.tree.map(jnp.zeros_like, params)
+        if state.key is not None:
+            noise = _tree.isotropic_like(jax.random.split(state.key)[1], params)
+        value, gradient = jax.value_and_grad(energy)(params, batch)
+        flat = [ravel_pytree(tree)[0] for tree in (params, gradient, noise)]
+        seen = *flat, value, optax_smile.stats(after).energy_change
+        return (optax.apply_updates(params, updates), after), seen
+
+    run = jax.jit(lambda *start: jax.lax.scan(call, start, jnp.asarray(BATCHES))[1])
+    return [np.asarray(leaf) for leaf in run(params, tx.init(params))]
+
+
+def textbook(integrator, step_size, length, calls):
+    """Positions and energy errors from the gradients and the noise of the calls, in NumPy."""
+    kicks, drifts = SCHEMES[integrator]
+    position, size = calls[0][0], calls[0].shape[1]
+    nu = np.sqrt((np.exp(2 * step_size / length) - 1) / size)
+    u, stage, kinetic, opening_value = None, len(drifts), 0.0, 0.0
+    for _, gradient, noise, value, _ in zip(*calls, strict=True):
+        change = np.nan
+        if u is not None:
+            u, gain = textbook_kick(u, gradient, kicks[stage] * step_size)
+            kinetic += gain
+        if stage == len(drifts):
+            if u is not None:
+                change = kinetic + value - opening_value
+                u = (u + nu * noise) / np.linalg.norm(u + nu * noise)
+            elif noise.any():
+                u = noise / np.linalg.norm(noise)
+            stage, opening_value = 0, value
+            if u is None:
+                # From rest the first kick goes straight down, and gains as if across.
+                u, delta = -gradient / np.linalg.norm(gradient), kicks[0] * step_size
+                delta *= np.linalg.norm(gradient) / (size - 1)
+                kinetic = (size - 1) * np.log(np.cosh(delta))
+            else:
+                u, kinetic = textbook_kick(u, gradient, kicks[0] * step_size)
+        yield position, change
+        position = position + drifts[stage] * step_size * u
+        stage += 1
+
+
+@pytest.mark.parametrize("integrator", CALLS_PER_STEP)
+def test_trajectory_and_energies_are_those_of_the_textbook(integrator):
+    """A batch of its own for each gradient, and a prior for each leaf.
+
+    MCLMC starts in a random direction, SMILE from rest; noise is no part of an energy error.
+    """
+    with jax.enable_x64(True):
+        length, tx = np.inf, plain(0.15, **POSTERIOR)
+        if integrator == "minimal_norm":
+            length = 0.4
+            tx = optax_smile.mclmc(0.15, decoherence_length=length, key=4, **POSTERIOR)
+        calls = follow_loss(tx, banana_start())
+    positions, changes = zip(*textbook(integrator, 0.15, length, calls), strict=True)
+    np.testing.assert_allclose(calls[0], positions, rtol=0, atol=1e-11)
+    np.testing.assert_allclose(calls[-1], changes, rtol=0, atol=1e-10)
+    assert np.isfinite(changes).sum() == 40 // CALLS_PER_STEP[integrator]
+    assert np.ptp(calls[0], axis=0).min() > 0.1

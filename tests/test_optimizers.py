@@ -11,11 +11,10 @@ import optax
 import pytest
 import runs
 from jax.flatten_util import ravel_pytree
-from runs import CHAINS, mean_loss, noisy, own_batches, quiet, regression, start
+from runs import CHAINS, mean_loss, own_batches, quiet, regression, start
 
 import optax_smile
 from optax_smile import diagnostics, local, report
-from optax_smile.chains import _optimizer
 
 ANNOUNCED = "is an optimizer. Its iterates are checkpoints, not posterior draws"
 MOMENTUM = {"sampler": optax.sgd(0.1, momentum=0.9), "thin": 1, "num_warmup": 0}
@@ -36,21 +35,11 @@ def stored(tmp_path_factory) -> Any:
     return run(tmp_path_factory.mktemp("iterates"), sampler=optax.adamw(0.05))
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.adamw(optax.cosine_decay_schedule(0.1, 14), weight_decay=0.1),
-        ),
-        optax.polyak_sgd(),
-    ],
-    ids=["clipped adamw with a schedule", "wants the loss"],
-)
-def test_iterates_are_those_of_a_hand_written_loop(optimizer):
+def test_iterates_are_those_of_a_hand_written_loop():
+    """Of an optimizer that wants the loss."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.polyak_sgd(0.5))
     seen = []
     got = run(sampler=optimizer, callback=lambda *given: seen.append(given))
-    optimizer = optax.with_extra_args_support(optimizer)
 
     @jax.jit
     @functools.partial(jax.vmap, in_axes=(0, 0, None))
@@ -70,18 +59,6 @@ def test_iterates_are_those_of_a_hand_written_loop(optimizer):
     assert got.trace["num_gradients"].tolist() == [TICKS] * CHAINS
     assert np.isnan(got.trace["step_size"]).all() and not got.trace["num_nonfinite"].any()
     assert [step for step, _ in seen] == TICKS and seen[0][1].keys() == got.trace.keys()
-
-
-def test_a_run_that_was_killed_gives_the_same_iterates(stored, tmp_path):
-    killed: dict[str, Any] = {"callback": runs.at(8, runs.crash), "checkpoint_minutes": 0}
-    with pytest.raises(runs.Crash):
-        run(tmp_path, sampler=optax.adamw(0.05), **killed)
-    resumed = run(tmp_path, sampler=optax.adamw(0.05))
-    runs.assert_same_bits(resumed, stored)
-    with pytest.raises(
-        ValueError, match=r"sampler=...\)` must be .* 'optimizer', as in the .*, got 'smile'"
-    ):
-        runs.run(tmp_path, sampler=noisy())
 
 
 def test_a_step_to_what_is_not_finite_is_left_out():
@@ -136,22 +113,19 @@ def hidden(inner: Any) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
-        lambda tx: optax.MultiSteps(tx, 2),
-        lambda tx: optax.partition({"in": tx, "out": optax.set_to_zero()}, {"w": "in", "b": "out"}),
-        lambda tx: optax.inject_hyperparams(lambda rate: tx)(rate=0.1),
-        hidden,
-    ],
-)
-def test_samplers_are_seen_wherever_they_are(wrap):
-    is_optimizer = lambda tx: _optimizer.is_optimizer(  # noqa: E731
-        optax.with_extra_args_support(wrap(tx)), start()
-    )
-    assert not is_optimizer(optax_smile.psmile(num_data=9, key=0))
-    assert is_optimizer(optax.adamw(0.1))
+WRAPPERS: list[Any] = [
+    lambda tx: optax.MultiSteps(tx, 2),
+    lambda tx: optax.partition({"in": tx, "out": optax.set_to_zero()}, {"w": "in", "b": "out"}),
+    lambda tx: optax.inject_hyperparams(lambda rate: tx)(rate=0.1),
+]
+
+
+def test_samplers_are_seen_wherever_they_are():
+    for wrap in WRAPPERS:
+        given: Any = mean_loss, start(), regression()
+        optax_smile.Run(*given, wrap(optax_smile.sgld(0.1, num_data=9, key=0)), key=0, check=False)
+        with pytest.warns(UserWarning, match=ANNOUNCED):
+            optax_smile.Run(*given, wrap(optax.adamw(0.1)), key=0, check=False)
 
 
 def test_everything_can_tell_iterates_from_draws(stored, tmp_path):
@@ -161,12 +135,10 @@ def test_everything_can_tell_iterates_from_draws(stored, tmp_path):
     for draws in (stored, loaded, in_memory):
         assert draws.settings == SETTINGS
         assert "iterates of an optimizer, not posterior draws" in repr(draws)
-        for name, call in {
-            r"summary\(snapshots": lambda draws=draws: diagnostics.summary(draws),
-            r"to_arviz\(snapshots": lambda draws=draws: diagnostics.to_arviz(draws),
-        }.items():
-            with pytest.raises(ValueError, match=f"`{name}=...\\)` must be {refused}"):
-                call()
+        for call in (diagnostics.summary, diagnostics.to_arviz):
+            rule = rf"`{call.__name__}\(snapshots=...\)` must be {refused}"
+            with pytest.raises(ValueError, match=rule):
+                call(draws)
     rule = r"`local_precision\(make_sampler=...\)` .* that returns an optimizer"
     with pytest.raises(ValueError, match=rule):
         bowl = lambda params, batch: jnp.sum(params["w"] ** 2)  # noqa: E731

@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from runs import follow
+import runs
+from public_samplers import SAMPLERS, settings_of
+from test_contract import GRADIENTS, PARAMS, follow, injected, make
 
 import optax_smile
 from optax_smile import _tree, potential
@@ -83,28 +87,8 @@ def test_prior_change_at_a_million_parameters_where_the_difference_of_norms_fail
     assert abs(float(naive) - exact) > 1e-2
 
 
-def test_a_prior_of_trees_is_sampled():
-    """Without data, from its mean: half of the coordinates around 5, half around -3 +- 1/2.
-
-    Noise of variance 1 on the gradients of the loss, which have nothing else.
-    """
-    mean, precision = jnp.repeat(jnp.array([5.0, -3.0]), 10), np.repeat([1.0, 4.0], 10)
-    prior: Any = {"prior_mean": {"w": mean}, "prior_precision": {"w": precision}}
-    tx = optax_smile.sghmc(0.1, num_data=1, key=0, **prior)
-
-    def gradient(params, call):
-        drawn = jax.random.normal(jax.random.fold_in(jax.random.key(1), call), (20,))
-        return {"w": 0.3 * drawn}
-
-    path: Any = follow(tx, jax.random.key(0), {"w": mean}, gradient, jnp.arange(40_000))["w"]
-    draws = np.asarray(path, float)[5000:].reshape(-1, 2, 10)
-    np.testing.assert_allclose(draws.mean(axis=(0, 2)), [5, -3], atol=0.15)
-    np.testing.assert_allclose(draws.std(axis=0).mean(axis=1), [1, 0.5], rtol=0.12)
-
-
 @pytest.mark.parametrize("num_data, expected", [(4_000, 1.0), (50, 2 * 0.02 * 50 / 21)])
 def test_cold_temperature_goes_with_the_numbers_of_parameters_and_data(num_data, expected):
-    """Of a network of 21 parameters, and of its shapes; what is not sampled does not count."""
     params = draw(0) | {"table": jnp.arange(9), "activation": jax.nn.relu}
     shapes = jax.eval_shape(lambda: draw(0))
     for tree in params, shapes:
@@ -120,16 +104,78 @@ def test_cold_temperature_goes_with_the_numbers_of_parameters_and_data(num_data,
 
 
 def test_a_summary_says_that_a_posterior_is_cold():
-    steps: dict[str, Any] = {"num_warmup": 0, "num_draws": 3, "key": 0, "progress": False}
-    for temperature, is_told in (0.25, True), (1.0, False):
-        tx = optax_smile.sgld(0.1, num_data=10, temperature=temperature, key=0)
-        draws = optax_smile.sample(
-            lambda w, batch: jnp.mean((w - batch) ** 2),
-            jnp.ones((2, 3)),
-            [jnp.ones(3)],
-            tx,
-            **steps,
-        )
+    given: Any = jnp.ones((2, 3)), [jnp.ones(3)]
+    tx = optax_smile.sgld(0.1, num_data=10, temperature=0.25, key=0)
+    loss, steps = lambda w, batch: jnp.mean((w - batch) ** 2), {"num_warmup": 0, "num_draws": 3}
+    cold: Any = optax_smile.sample(loss, *given, tx, **steps, key=0, progress=False)
+    warm = optax_smile.Snapshots(cold.params, cold.trace | {"temperature": np.ones((2, 3))})
+    for draws, temperature in (cold, 0.25), (warm, 1.0):
         found = optax_smile.diagnostics.summary(draws)
         np.testing.assert_array_equal(found.temperature, np.full(2, temperature))
-        assert ("temperature 0.25: a cold posterior" in str(found)) == is_told
+        assert ("temperature 0.25: a cold posterior" in str(found)) == (temperature < 1)
+
+
+# A prior that is a function.
+
+PRECISION = 3.0
+
+
+def gaussian(params):
+    shifted = jax.tree.map(lambda x: x - 0.5, params)
+    return -PRECISION / 2 * optax.tree.norm(shifted, squared=True)
+
+
+@pytest.mark.parametrize("case", ["sghmc", "psmile, rich"])
+def test_a_gaussian_function_is_the_gaussian_prior(case):
+    common: Any = {"step_size": 0.1, "num_data": 3, "temperature": 0.5}
+    gauss = common | {"prior_precision": PRECISION, "prior_mean": 0.5}
+    function = common | {"prior_precision": 0, "log_prior": gaussian}
+    # The third closes a step of two gradients.
+    calls = [call for call in GRADIENTS if np.isfinite(call[1])]
+    with jax.disable_jit():
+        params, seen, _ = follow(make(case, **gauss), PARAMS, calls)
+        got, told, _ = follow(make(case, **function), PARAMS, calls)
+    chex.assert_trees_all_close(got, params, rtol=2e-4, atol=2e-5)
+    assert told.num_rejected == told.num_nonfinite == 0
+    np.testing.assert_allclose(told.energy_change, seen.energy_change, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "step_size", "value"), [("psmile", None, 0.0), ("sgld", 0.05, None)]
+)
+def test_where_there_is_no_density_a_step_is_rejected(name, step_size, value):
+    def log_prior(x: jax.Array) -> jax.Array:
+        inside = jnp.all(x > 0)
+        return jnp.where(inside, -jnp.sum(jnp.where(inside, x, 1.0)), -jnp.inf)
+
+    tx: Any = SAMPLERS[name](step_size, num_data=7, prior_precision=0, log_prior=log_prior, key=0)
+
+    def chain(key):
+        """Draws of the prior alone: the loss is zero."""
+        given = lambda x, _: jnp.zeros_like(x), jnp.arange(300)
+        return runs.follow(tx, key, jnp.ones(20), *given, value=value)
+
+    draws = np.asarray(jax.jit(jax.vmap(chain))(jax.random.split(jax.random.key(0), 4)))
+    assert (draws > 0).all() and draws.std() > 0.1
+
+
+def test_a_function_has_no_precision_and_gives_a_finite_scalar():
+    with pytest.raises(
+        ValueError, match=r"prior_precision=.* 0 together with `log_prior`, got 1\.0"
+    ):
+        make("psmile", log_prior=gaussian)
+    for wrong in (lambda params: params["layer"]["b"], lambda params: params["none"], lambda _: 1):
+        with pytest.raises(ValueError, match=r"log_prior=.*that returns a scalar"):
+            make("psmile", log_prior=wrong, prior_precision=0).init(PARAMS)
+    with pytest.raises(ValueError, match=r"log_prior=.*finite at the initial parameters.*got -inf"):
+        make("psmile", log_prior=lambda _: jnp.float32(-jnp.inf), prior_precision=0).init(PARAMS)
+
+
+def test_hyperparameters_and_settings_know_it(case="sghmc"):
+    """Other functions than `static_args` are schedules to `inject_hyperparams`."""
+    function: Any = {"prior_precision": 0, "log_prior": gaussian}
+    both = plain, _ = make(case, **function), injected(case, **function)
+    with jax.disable_jit():
+        ends = [follow(tx, PARAMS, GRADIENTS[:2])[0] for tx in both]
+    chex.assert_trees_all_close(*ends, rtol=1e-5)
+    assert "gaussian" in str(settings_of(plain, PARAMS))

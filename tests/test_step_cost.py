@@ -30,7 +30,7 @@ def test_a_call_moves_and_keeps_little(name):
     """AdamW moves 10; 0.15 of the parameters besides, and no array is copied whole."""
     options, traffic = TRAFFIC[name]
     tx: Any = optax_smile.psmile(num_data=1000, key=jax.random.key(0), **options)
-    params = [jax.ShapeDtypeStruct((5000, 100), jnp.float32)] * 20
+    params = [jax.ShapeDtypeStruct((5000, 100), jnp.float32)] * 5
 
     def step(params, state, grads, value):
         updates, state = tx.update(grads, state, params, value=value)
@@ -38,7 +38,7 @@ def test_a_call_moves_and_keeps_little(name):
 
     given = params, jax.eval_shape(tx.init, params), params, jax.ShapeDtypeStruct((), jnp.float32)
     program: Any = jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile()
-    array = 4 * 10**7
+    array = 10**7
     assert program.cost_analysis()["bytes accessed"] <= traffic * array
     assert program.memory_analysis().temp_size_in_bytes <= 0.15 * array
     assert not re.findall(r"f32\[5000,100\]\S* copy\(", program.as_text())
@@ -58,8 +58,7 @@ def test_small_leaves_share_what_is_computed():
     assert text is not None and text.count(" = ") <= 5_000
 
 
-SHAPES = ((), (20_000, 300), (5_999_993,), (3, 3, 512, 300), (1_500_000, 4), (200_003, 64))
-SHAPES += ((2, 3_000_000),)
+SHAPES = ((), (5_999_993,), (3, 3, 512, 300), (1_500_000, 4), (2, 3_000_000))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -82,14 +81,14 @@ def changes(shape, rng):
     return whole, row, column, entry
 
 
-@pytest.mark.parametrize("shape", [(40, 25), (250, 401), (1024, 1024), (2500, 4000)])
+@pytest.mark.parametrize("shape", [(40, 25), (250, 401), (1250, 4000)])
 def test_sketch_estimates_the_square_of_a_change(shape):
-    """10^3, 10^5 and 10^7 parameters in all; the error by the number of sums that see a change."""
+    """The error by the number of sums that see a change."""
     rng, bias = np.random.default_rng(0), shape[1]
     start = {"w": rng.standard_normal(shape, np.float32), "b": np.ones(bias, np.float32)}
 
     @jax.jit
-    def estimate(change):
+    def estimate(start, change):
         moved = jax.tree.map(jnp.add, start, change)
         (first, second) = (_tree.sums_and_sketch([x], x)[1] for x in (start, moved))
         return _tree.distance_square(first, second)
@@ -99,7 +98,7 @@ def test_sketch_estimates_the_square_of_a_change(shape):
         given = [{"w": w, "b": 0 * start["b"]} for w in changes(shape, rng)]
         given.append({"w": 0 * start["w"], "b": rng.standard_normal(bias, np.float32)})
         exact = [sum(np.sum(np.square(x, dtype=float)) for x in x.values()) for x in given]
-        errors.append([float(estimate(x)) / e - 1 for x, e in zip(given, exact, strict=True)])
+        errors.append([estimate(start, x) / e - 1 for x, e in zip(given, exact, strict=True)])
     whole, row, column, entry, lonely = np.sqrt(np.mean(np.square(errors), axis=0))
     # A row lies in few blocks, where others see a step that is off by a tenth.
     assert whole < 0.1 and row < 0.6 and column < 0.2 and entry < 1e-3 and lonely < 0.2

@@ -1,6 +1,5 @@
 """What docs/theory.md says and no other test shows, and that every test which it names exists."""
 
-import functools
 import pathlib
 import re
 from typing import Any
@@ -10,22 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_momentum import kicked, moving_along, plain, unit
+from test_momentum import kicked, plain, unit
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "theory.md"
 LINK = re.compile(r"\[`(test_\w+)`\]\((\S+?)\)")
 
 
 def test_the_page_names_tests_and_files_that_exist():
-    """And every test of this file."""
     text = PAGE.read_text()
     for name, path in LINK.findall(text):
         assert f"\ndef {name}(" in (PAGE.parent / path).read_text(), (name, path)
-    assert not re.findall(r"test_\w+", re.sub(r"\]\(\S+?\)", "]", LINK.sub("", text)))
+    assert not re.findall(r"test_\w+(?!\w|\.py)", re.sub(r"\]\(\S+?\)", "]", LINK.sub("", text)))
     for path in re.findall(r"\]\((?!http)([^)#\s]+)", text):
         assert (PAGE.parent / path).exists(), path
     tests = re.findall(r"^def (test_(?!the_page)\w+)", pathlib.Path(__file__).read_text(), re.M)
-    assert len(tests) >= 5 and set(tests) <= {name for name, _ in LINK.findall(text)}
+    assert len(tests) >= 3 and set(tests) <= {name for name, _ in LINK.findall(text)}
 
 
 # The kick.
@@ -86,89 +84,6 @@ def test_a_kick_by_noise_has_the_generator_of_stratonovich():
         assert abs(found - stratonovich) < 1e-4 * abs(more)
 
 
-# Densities that stay as they are, by derivatives of the Fokker-Planck equation: nightly, since they
-# test what the page says and not the package.
-
-SIZE = 3
-
-
-def energy(theta):
-    return jnp.sum(jnp.cosh(theta)) + theta[0] * theta[1] / 2 + jnp.sin(theta[2])
-
-
-def divergence(field, at):
-    return jnp.trace(jax.jacfwd(field)(at))
-
-
-def on_the_sphere(field):
-    """As a function of x, along which only the direction counts: its divergence is the sphere's."""
-    return lambda x: field(x / jnp.linalg.norm(x))
-
-
-def project(u, vector):
-    return vector - u * (u @ vector)
-
-
-def change_of(theta, u, root, scale=jnp.ones_like, factor=lambda theta: 1.0):
-    """Rate at which the density factor(theta) exp(-energy) changes, over exp(-energy).
-
-    Gradients are whitened by the scale, and have noise of covariance root(theta) root(theta)^T.
-    """
-
-    def moved(theta):
-        return factor(theta) * jnp.exp(-energy(theta)) * u / scale(theta)
-
-    def turned(u):
-        return -project(u, jax.grad(energy)(theta) / scale(theta)) / (SIZE - 1)
-
-    def spread(column):
-        inner = on_the_sphere(functools.partial(project, vector=column))
-        outer = on_the_sphere(lambda u: project(u, column) * divergence(inner, u))
-        return divergence(outer, u) / 2
-
-    on_u = jnp.sum(jax.vmap(spread)(root(theta).T)) - divergence(on_the_sphere(turned), u)
-    return on_u * factor(theta) - divergence(moved, theta) * jnp.exp(energy(theta))
-
-
-@pytest.mark.nightly
-def test_noise_and_scales_that_keep_or_change_the_target():
-    """At three places and directions, in float64.
-
-    Isotropic noise keeps the target though its strength depends on the place. Anisotropic noise
-    changes it; Ito's generator of the paper does so d / (d - 1) times as fast. A scale that depends
-    on the place becomes a factor of the target: one for all parameters by itself, one for each by
-    the product, a constant one not at all.
-    """
-    rng = np.random.default_rng(2)
-    places, us = rng.standard_normal((3, SIZE)), np.array([unit(rng, SIZE) for _ in range(3)])
-    root = np.random.default_rng(3).standard_normal((SIZE, SIZE))
-
-    def changes(root=lambda theta: (0.3 + jnp.sum(theta**2)) * jnp.eye(SIZE), **options):
-        run = jax.jit(jax.vmap(functools.partial(change_of, root=root, **options)))
-        return np.asarray(run(jnp.asarray(places), jnp.asarray(us)))
-
-    scales: list[Any] = [
-        (jnp.ones_like, 0),
-        (lambda theta: jnp.array([0.2, 1.0, 3.0]), 0),
-        (lambda theta: jnp.full(SIZE, 1 + jnp.sum(theta**2)), 1 / SIZE),
-        (lambda theta: jnp.sqrt(0.1 + theta**2), 1),
-    ]
-    with jax.enable_x64(True):
-        for scale, power in scales:
-            assert np.abs(changes(scale=scale)).max() > 0.1 or not power
-            right: Any = functools.partial(lambda s, p, x: jnp.prod(s(x)) ** p, scale, power)
-            assert np.abs(changes(scale=scale, factor=right)).max() < 1e-11
-        found = changes(root=lambda theta: jnp.asarray(root))
-        # The paper's has half of P covariance u more in what turns u.
-        covariance = jnp.asarray(root @ root.T)
-        ito = on_the_sphere(lambda u: project(u, covariance @ u) / 2)
-        extra = np.asarray(jax.jit(jax.vmap(lambda u: divergence(ito, u)))(jnp.asarray(us)))
-    squares = np.sum((us @ root) ** 2, axis=1)
-    expected = (SIZE - 1) / 2 * (SIZE * squares - np.sum(root**2))
-    np.testing.assert_allclose(found, expected, rtol=1e-10)
-    np.testing.assert_allclose(found - extra, found * SIZE / (SIZE - 1), rtol=1e-9)
-
-
 # How anisotropic noise heats.
 
 LARGE, NOISE_VARIANCE, ANGLE, EXCESS, PASS = 400, 44.0, 0.15, 0.5, 10
@@ -227,36 +142,3 @@ def test_noise_heats_what_it_prefers_and_as_much_explicit_noise_halves_that(perm
     errors = 5 * squares.std(axis=0, ddof=1) / np.sqrt(len(squares)) + 2 / LARGE
     assert np.all(errors < 0.05)
     assert np.all(np.abs(squares.mean(axis=0) - 1 - excess) < errors)
-
-
-@pytest.mark.slow
-def test_with_many_parameters_each_moves_like_sghmc():
-    """Autocorrelation on N(0, I) against Langevin's with friction sqrt(d) / L, mass and time one.
-
-    A step of eps is one of eps / sqrt(d) there. 5 standard errors and terms of the order 1 / d.
-    """
-    size, num_chains, num_steps, time_step, friction = 400, 100, 40, 0.1, 1.0
-    length = np.sqrt(size) / friction
-    tx = plain(time_step * np.sqrt(size), decoherence_length=length, key=0)
-
-    def chain(key):
-        start_key, direction_key, key = jax.random.split(key, 3)
-        start, direction = (jax.random.normal(x, (size,)) for x in (start_key, direction_key))
-        state = moving_along(tx.init(start), direction / jnp.linalg.norm(direction))
-        state = optax.tree.set(state, key=jax.random.key_data(key))
-
-        def call(carry, _):
-            theta, state = carry
-            updates, state = tx.update(theta, state, theta)
-            return (optax.apply_updates(theta, updates), state), jnp.mean(start * theta)
-
-        return jax.lax.scan(call, (start, state), length=num_steps)[1]
-
-    keys = jax.random.split(jax.random.key(8), num_chains)
-    found = np.asarray(jax.jit(jax.vmap(chain))(keys), float)
-    time, omega = time_step * np.arange(num_steps), np.sqrt(1 - friction**2 / 4)
-    expected = np.cos(omega * time) + friction / (2 * omega) * np.sin(omega * time)
-    expected *= np.exp(-friction * time / 2)
-    errors = 5 * found.std(axis=0, ddof=1) / np.sqrt(num_chains) + 2 / size
-    assert np.abs(expected).min() < 0.1 and errors.max() < 0.06
-    assert np.all(np.abs(found.mean(axis=0) - expected) < errors)

@@ -244,6 +244,7 @@ class MeanSquare(Preconditioner):
     """
 
     differences: bool = False
+    first_window: int = FIRST_WINDOW
 
     def init(self, params: optax.Params) -> MeanSquareState:
         """Return a scale of one and an empty window."""
@@ -254,7 +255,7 @@ class MeanSquare(Preconditioner):
             mean=jnp.zeros((), _tree.dtype(params)),
             last_gradient=jax.tree.map(jnp.zeros_like, params) if self.differences else None,
             num_in_window=jnp.full((), -1 if self.differences else 0, jnp.int32),
-            window=jnp.full((), FIRST_WINDOW, jnp.int32),
+            window=jnp.full((), self.first_window, jnp.int32),
         )
 
     def deviation(self, state: MeanSquareState, gradient: optax.Updates) -> optax.Updates:
@@ -270,14 +271,14 @@ class MeanSquare(Preconditioner):
         none_yet = -1 if self.differences else 0
         before = jnp.where(weight.restart, none_yet, state.num_in_window)
         number = _tree.count(before, weight.counts)
-        window = jnp.where(weight.restart, FIRST_WINDOW, state.window)
+        window = jnp.where(weight.restart, self.first_window, state.window)
         return number, window, number >= window
 
     def stays(self, state: MeanSquareState, weight: GradientWeight) -> jax.Array:
         """Return whether no window closes and no scale is reset."""
         # In the first window the scale is one, as it is for a chain that is on its way.
         closes = self._advance(state, weight)[-1]
-        return ~closes & ~(weight.restart & (state.window > FIRST_WINDOW))
+        return ~closes & ~(weight.restart & (state.window > self.first_window))
 
     def observe(
         self, state: MeanSquareState, gradient: Tree, weight: GradientWeight, direction: Tree

@@ -13,13 +13,12 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
+from public_samplers import quick_psmile
 from runs import as_read, stub
 
 import optax_smile
 from optax_smile import _tree, parallel
 
-# A scale within the few calls of a test: see conftest.py.
-SHORT_WINDOWS = True
 STEPS = 20
 NUM_DATA = 100
 RNG = np.random.default_rng(0)
@@ -32,7 +31,7 @@ CLIP = optax.clip_by_global_norm(1.0)
 KEYED: dict[str, Any] = {"num_data": NUM_DATA, "key": 1}
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda: optax.adamw(1e-2),
-    "clipped psmile": lambda: optax.chain(CLIP, optax_smile.psmile(**KEYED)),
+    "clipped psmile": lambda: optax.chain(CLIP, quick_psmile(**KEYED)),
 }
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -158,7 +157,7 @@ def test_chains_with_noise_need_a_key():
         parallel.init(noisy, start(3), key=jax.random.key(0, impl="rbg"))
     # A layer may be called `key`, as in attention; averages over its gradients are no random key.
     attention: Any = {"key": {"kernel": jnp.ones((3, 2))}, "value": jnp.ones((3, 2))}
-    state = parallel.init(sampler := optax_smile.psmile(**KEYED), attention, key=1)
+    state = parallel.init(sampler := quick_psmile(**KEYED), attention, key=1)
     expected: Any = jax.vmap(sampler.init)(attention)
     keys = jax.random.key_data(jax.random.split(jax.random.key(1), 3))
     chex.assert_trees_all_equal(state, expected._replace(arrays=expected.arrays._replace(key=keys)))

@@ -27,7 +27,6 @@ from test_contract import (
 import optax_smile
 from optax_smile import _tree
 
-SHORT_WINDOWS = True
 BATCHES = [batch(call) for call in range(4)]
 COLLECTIVES = r"(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
 
