@@ -1,7 +1,9 @@
 """The choice among samplers and optimizers, where the posterior is known."""
 
+import os
 import re
-import signal
+from pathlib import Path
+from signal import SIGINT
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import Crash, stub
+from runs import Crash, Exploring, Watched, at, send, stub
 from scipy.special import logsumexp
 from scipy.stats import norm
 
@@ -49,28 +51,20 @@ CANDIDATES = {"still": sgld(1e-8), "sgld": sgld(5e-4), "sgd": optax.sgd(2e-3), "
 TWO = {"still": stub(1e-8), "sgld": stub(0.05, noise=0.1)}
 
 
-class Batches:
+def batches(stop_at: int | None = None):
     """One batch in each pass; Ctrl-C while so many are read."""
-
-    def __init__(self, stop_at: int | None = None):
-        self.number, self.stop_at = 0, stop_at
-
-    def __iter__(self):
-        self.number += 1
-        if self.number == self.stop_at:
-            signal.raise_signal(signal.SIGINT)
-        yield TRAIN
+    return Watched([TRAIN], at(stop_at or -1, send(SIGINT)))
 
 
 def find(candidates: Any, /, loss: Any = mean_loss, **changes) -> Selection:
     given: dict[str, Any] = {"likelihood": "gaussian", "key": 0, "progress": False, **BUDGET}
-    given |= {"params": START, "apply_fn": apply_fn, "validation": VALID, "batches": Batches()}
+    given |= {"params": START, "apply_fn": apply_fn, "validation": VALID, "batches": batches()}
     return optax_smile.select(loss, candidates=candidates, **given | changes)
 
 
 def sample(sampler: Any, **changes):
     given: dict[str, Any] = BUDGET | {"key": 0, "progress": False} | changes
-    return optax_smile.sample(mean_loss, START, Batches(), sampler, **given)
+    return optax_smile.sample(mean_loss, START, batches(), sampler, **given)
 
 
 def slow_density(draws: np.ndarray) -> np.ndarray:
@@ -176,7 +170,7 @@ def equal(got: Selection, expected: Selection):
 def test_a_stopped_selection_goes_on_to_the_same_result(tmp_path, short, stop_at, told):
     rule = f"^`select` was stopped by SIGINT after {told}: repeat the call"
     with pytest.raises(KeyboardInterrupt, match=rule):
-        find(TWO, directory=tmp_path, batches=Batches(stop_at), **SHORT)
+        find(TWO, directory=tmp_path, batches=batches(stop_at), **SHORT)
     equal(find(TWO, directory=tmp_path, **SHORT), short)
 
 
@@ -184,11 +178,11 @@ def test_a_selection_stopped_after_the_choice_returns_its_draws(tmp_path, short)
     assert short.best == "sgld" and short.num_steps.tolist() == [18, 36]
     # In the later round of the chosen one, whose first draw is after 33 steps.
     with pytest.warns(UserWarning, match="^`select` was stopped by .* and 1 draw ") as told:
-        found = find(TWO, directory=tmp_path, batches=Batches(18 + 35), **SHORT)
+        found = find(TWO, directory=tmp_path, batches=batches(18 + 35), **SHORT)
     assert told[0].filename == __file__ and found.interrupted == "SIGINT"
     assert found.best == "sgld" and found.num_steps.tolist() == [18] and np.isfinite(found.cost)
     with pytest.warns(UserWarning, match="^`select` was stopped by .* and 7 draws"):
-        assert find(TWO, directory=tmp_path, batches=Batches(53), **SHORT).draws.num_draws == 7
+        assert find(TWO, directory=tmp_path, batches=batches(53), **SHORT).draws.num_draws == 7
     equal(find(TWO, directory=tmp_path, **SHORT), short)
     # All is there: no step is done, and no file changes.
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("draw-*")}
@@ -199,64 +193,55 @@ def test_a_selection_stopped_after_the_choice_returns_its_draws(tmp_path, short)
 
 
 # The file of the first round; a draw for the score, where the newest checkpoint is older.
-@pytest.mark.parametrize("place, call", [("write", 1), ("draw", 9 + 8)])
-def test_a_killed_selection_goes_on_to_the_same_result(tmp_path, short, monkeypatch, place, call):
-    calls = []
+@pytest.mark.parametrize("name, call", [("rounds.json", 1), ("round.safetensors", 9 + 8)])
+def test_a_killed_selection_goes_on_to_the_same_result(tmp_path, short, monkeypatch, name, call):
+    replace, calls = os.replace, []
 
-    def killed(function, this, *arguments):
-        if place == "draw" or this.name == "rounds.json":
-            calls.append(this)
-            if len(calls) == call:
-                raise Crash
-        return function(this, *arguments)
+    def killed(source, target):
+        calls.append(Path(target).name == name)
+        if calls[-1] and sum(calls) == call:
+            raise Crash
+        replace(source, target)
 
-    owner, name = selecting._disk, "write_json"
-    if place == "draw":
-        owner, name = selecting._Run, "last_accepted"
     with monkeypatch.context() as patch, pytest.raises(Crash):
-        function = getattr(owner, name)
-        patch.setattr(owner, name, lambda *arguments: killed(function, *arguments))
+        patch.setattr(os, "replace", killed)
         find(TWO, directory=tmp_path, **SHORT)
     equal(find(TWO, directory=tmp_path, **SHORT), short)
 
 
 def test_the_directory_of_another_selection_is_refused(tmp_path):
-    candidates = {"still": sgld(1e-8), "sgd": optax.sgd(0.05)}
+    candidates = TWO | {"sgd": optax.sgd(0.05)}
     found = find(candidates, directory=tmp_path, **SHORT)
     again = dict(reversed(candidates.items()))
-    assert find(again, directory=tmp_path, **SHORT).best == found.best == "sgd"
+    assert find(again, directory=tmp_path, **SHORT).best == found.best
 
     def refuse(rule: str, others: Any = candidates, **changes):
         with pytest.raises(ValueError, match=rf"^`select\(directory=...\)` must be {rule}"):
             find(others, directory=tmp_path, **SHORT | changes)
 
-    refuse("new, or hold a selection", {"still": sgld(1e-8), "other": optax.sgd(0.05)})
-    refuse("new, or hold a selection", {"still": sgld(1e-7), "sgd": optax.sgd(0.05)})
+    other = optax_smile.sgld(1e-7, num_data=NUM_DATA, key=0)
+    refuse("new, or hold a selection", candidates | {"other": optax.sgd(0.05)})
+    refuse("new, or hold a selection", candidates | {"still": other})
     refuse("new, or hold a selection", num_draws=20)
     refuse("new, or hold a selection", validation=(VALID[0], VALID[1] + 1))
+    # Damaged files are named.
+    rounds, generator = tmp_path / "rounds.json", np.random.default_rng(0)
+    intact = rounds.read_bytes()
+    for number in range(20):
+        # Behind them, the last digits of scores may make no difference.
+        place = int(generator.integers(100))
+        flipped = bytes([intact[place] ^ 1 << number % 5])
+        changed = intact[:place] + flipped + intact[place + 1 :], intact[:place]
+        rounds.write_bytes(changed[number % 2])
+        with pytest.raises(ValueError, match=f"The file {rounds} is damaged"):
+            find(candidates, directory=tmp_path, **SHORT)
     # The run of somebody else is not taken for what a round has found.
-    rounds = tmp_path / "rounds.json"
     rounds.unlink()
     refuse(".* with a run of 60 steps")
     rounds.unlink()
     rounds.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=f"The file {rounds} is damaged .*symbolic link"):
         find(candidates, directory=tmp_path, **SHORT)
-
-
-def test_a_damaged_file_of_the_rounds_is_named(tmp_path):
-    rounds, generator = tmp_path / "rounds.json", np.random.default_rng(0)
-    scores = [{"a": Score([-1.5, -2.25], [-1.25, -2.0])}]
-    selecting._disk.write_json(rounds, {"rounds": [18], "found": scores})
-    assert selecting._read(tmp_path, {"rounds": [18]}) == scores
-    intact = rounds.read_bytes()
-    for number in range(60):
-        at = int(generator.integers(len(intact)))
-        flipped = bytes([intact[at] ^ 1 << number % 8])
-        changed = intact[:at] + flipped + intact[at + 1 :], intact[:at]
-        rounds.write_bytes(changed[number % 2])
-        with pytest.raises(ValueError, match=f"The file {rounds} is damaged"):
-            selecting._read(tmp_path, {"rounds": [18]})
 
 
 @pytest.mark.parametrize("number", (2, 3, 11))
@@ -342,7 +327,7 @@ def test_a_finalist_takes_the_place_of_one_that_overfits_after_it_was_chosen(tmp
     assert found.cost == (90 + 45) / 270
     # Stopped while the other one runs again, and the one that led has no draw.
     with pytest.raises(KeyboardInterrupt, match="and 0 draws per chain"):
-        find(candidates, directory=tmp_path, batches=Batches(3 * 45 + 45 + 20))
+        find(candidates, directory=tmp_path, batches=batches(3 * 45 + 45 + 20))
     equal(find(candidates, directory=tmp_path), found)
 
 
@@ -433,20 +418,22 @@ def test_what_does_not_fit_is_refused_before_the_first_step():
     refuse(rule, {"a": sgld(1e3), "b": sgld(1e4)})
 
 
+class Never(Exploring):
+    def stats(self):
+        return super().stats()._replace(is_draw=self.num_gradients > 190)
+
+
 @pytest.mark.filterwarnings("ignore:`select` kept")
-@pytest.mark.parametrize("num_cycles, scored", [(27, 7), (1, 1)])
-def test_points_of_exploration_do_not_score(monkeypatch, num_cycles, scored):
-    """Cycles of 10 steps explore for 8; a cycle as long as the run has no draw in the rounds."""
-    cyclical: Any = optax_smile.cyclical_sgld(
-        1e-4, num_data=NUM_DATA, total_steps=270, num_cycles=num_cycles, exploration=0.8, key=0
-    )
+@pytest.mark.parametrize("kind, scored", [(Exploring, 12), (Never, 1)])
+def test_points_of_exploration_do_not_score(monkeypatch, kind, scored):
+    """Unless there is no draw in a round."""
     seen, look = [], optax_smile.Run.last_accepted
 
     def watched(run):
         seen.append((run.num_steps, bool(run.stats["is_draw"].all())))
         return look(run)
 
-    monkeypatch.setattr(selecting._Run, "last_accepted", watched)
-    selection = find({"cyclical": cyclical, "other": cyclical})
+    monkeypatch.setattr(optax_smile.Run, "last_accepted", watched)
+    selection = find(dict.fromkeys("ab", stub(kind=kind)))
     first = [is_draw for step, is_draw in seen if step <= selection.num_steps[0]]
     assert len(first) == 2 * scored and all(first) == (scored > 1)
