@@ -26,7 +26,7 @@ from optax_smile import report
 from optax_smile.chains._directory import Checkpoints
 
 CHAINS, DRAWS, CRASH = 3, 4, 4
-# Flipped bits of a whole campaign and of the short one; a fiftieth as many files are cut, and so on.
+# Flipped bits of a whole campaign and of the short one; a fiftieth as often files are cut, ...
 WHOLE, SHORT = 5_000, 100
 # Of so many damages one is met by a run that resumes; otherwise what it begins with is read.
 RESUMED = 100

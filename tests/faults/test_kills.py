@@ -56,7 +56,7 @@ WARM_PLACES = {
 class Life(NamedTuple):
     """One process: its form, where it stores, and where it is to die.
 
-    `minutes` between checkpoints, `pause` seconds at every step; without a directory, in memory.
+    `minutes` between checkpoints, `pause` seconds at every batch; without a directory, in memory.
     """
 
     form: str
@@ -72,60 +72,56 @@ class Life(NamedTuple):
         return Path(self.directory)
 
 
-class Batches(list):
-    """Batches that call `tell` at every pass."""
+class Told(list):
+    """Batches that call `tell` before each."""
 
     tell = staticmethod(lambda: None)
 
     def __iter__(self):
-        self.tell()
-        return super().__iter__()
+        for batch in super().__iter__():
+            self.tell()
+            yield batch
 
 
 def noisy_loss(params, batch, *, key):
     x, y = batch
-    x = x + 0.1 * jax.random.normal(key, x.shape)
-    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2) / 2
+    return runs.mean_loss(params, (x + 0.1 * jax.random.normal(key, x.shape), y))
 
 
-def run(life: Life, tell=lambda: None) -> Any:
-    """Draws of one of the forms; `tell` is called at every epoch and draw."""
-    generator = np.random.default_rng(0)
-    x = generator.normal(size=(7, 20, 2)).astype(np.float32)
-    y = (x.sum(axis=-1) + generator.normal(size=(7, 20))).astype(np.float32)
-    batches, mesh = Batches(zip(x, y, strict=True)), None
+def run(life: Life, tell=Told.tell) -> Any:
+    """Draws of one of the forms; `tell` is called at every batch."""
+    batches = Told(runs.regression())
+    batches.tell = tell
     params: Any = {"w": jnp.arange(2.0 * CHAINS).reshape(CHAINS, 2), "b": jnp.zeros(CHAINS)}
-    both: Any = {"stochastic": True, "checkpoint_minutes": life.minutes, "progress": False}
+    given: Any = {"stochastic": True, "checkpoint_minutes": life.minutes, "key": jax.random.key(0)}
     if life.form == "warm start":
-        batches.tell = tell
         params = optax_smile.warmstart(
             noisy_loss,
             lambda key: {"w": jax.random.normal(key, (2,)), "b": jnp.zeros(())},
             batches,
             optax.adam(0.01),
-            num_members=CHAINS,
-            num_epochs=EPOCHS,
-            patience=EPOCHS,
-            validation=batches[0],
-            key=jax.random.key(1),
+            **{"num_members": CHAINS, "num_epochs": EPOCHS, "patience": EPOCHS},
+            validation=runs.regression()[0],
             directory=life.directory and life.folder.with_name("start"),
-            **both,
+            progress=False,
+            **given,
         )
     if life.form == "mesh":
-        devices = jax.devices()[:DEVICES]
-        mesh = jax.make_mesh((DEVICES,), ("chain",), (AxisType.Auto,), devices=devices)
+        given["mesh"] = jax.make_mesh(
+            (DEVICES,), ("chain",), (AxisType.Auto,), devices=jax.devices()[:DEVICES]
+        )
+    # That of the slow set is real.
     options: Any = {"integrator": "minimal_norm", "decoherence_length": 0.1}
-    sampler = optax_smile.smile(0.02, num_data=140, key=jax.random.key(5), **options)
-    given: Any = {"key": jax.random.key(0), "mesh": mesh, "directory": life.directory, **both}
+    real = optax_smile.smile(0.02, num_data=140, key=jax.random.key(5), **options)
+    start = params, batches, real if life.form == "loop" else runs.stub(0.02)
+    given["directory"] = life.directory
     if life.form == "sample":
         steps: Any = {"num_warmup": WARMUP, "num_draws": life.num_draws, "thin": 1}
-        with runs.watching(lambda step, stats: tell()):
-            return optax_smile.sample(noisy_loss, params, list(batches), sampler, **steps, **given)
-    del given["progress"]
-    with optax_smile.Run(noisy_loss, params, list(batches), sampler, **given) as chains:
+        return optax_smile.sample(noisy_loss, *start, progress=False, **steps, **given)
+    with optax_smile.Run(noisy_loss, *start, **given) as chains:
         chains.advance(WARMUP)
         for _ in chains.draws(life.num_draws):
-            tell()
+            pass
         return chains.snapshots()
 
 
@@ -172,11 +168,9 @@ def main(arguments: str, compiled: str):
 
 
 def begin(life: Life, compiled: Path) -> subprocess.Popen:
-    arguments = [__file__, json.dumps(life), str(compiled)]
+    command = [sys.executable, __file__, json.dumps(life), str(compiled)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(
-        [sys.executable, *arguments], stdout=subprocess.PIPE, text=True, env=env
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
 
 def check_draws(life: Life, expected: Any, at_least: int) -> int:
@@ -207,7 +201,7 @@ def finish(life: Life, compiled: Path, expected: Any):
 
 @functools.cache
 def expected_of(form: str, num_draws: int) -> Any:
-    return run(Life("sample" if form == "loop" else form, None, num_draws))
+    return run(Life(form, None, num_draws))
 
 
 @pytest.fixture(scope="module")
