@@ -232,7 +232,7 @@ DEFECTS = r"""
 = one key for all chains | own_keys
 - lambda key: jax.random.split(key, chains)
 + lambda key: jnp.broadcast_to(key, (chains,))
-= key is ignored for a single chain | single_chain
+= key is ignored for a single chain | own_keys
 - if key is None and chains == 1:
 + if chains == 1:
 # parallel.py | devices/test_parallel.py
@@ -250,7 +250,7 @@ DEFECTS = r"""
 = handed out draws are those that are kept | hands_out_copies
 - return _on_host.local(self._chains.draw())
 + return self._kept.draws[-1] if self._num_kept else _on_host.local(self._chains.draw())
-= a signal ends nothing | signal_in_a_step
+= a signal ends nothing | every_way
 - if signal is not None:
 + if False:
 # chains/warmstart.py | test_warmstart.py
@@ -279,7 +279,7 @@ DEFECTS = r"""
 +             key=chain.key,
 +             loss=jnp.where(now.accepted
 # chains/_directory.py | test_sampling.py
-= chains and draws swapped | shapes
+= chains and draws swapped | hand_written
 - np.stack(x, axis=1)
 + np.stack(x, axis=0)
 # chains/_host.py | test_resume.py
@@ -491,7 +491,7 @@ DEFECTS = r"""
 -         vars(thinned).pop("trace", None)
 - 
 # draws/_format.py | test_snapshots.py
-= a draw with a gap between its files counts as whole | gap
+= a draw with a gap between its files counts as whole | missing_files
 - return len(chains) == num_chains
 + return max(chains) == num_chains - 1
 # diagnostics/findings.py | test_diagnostics.py

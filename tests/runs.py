@@ -151,6 +151,18 @@ def run_early(num_draws: int, /, *given, **arguments):
     return got
 
 
+def refused(message: str, function, *given, **arguments):
+    """Call, and require a ValueError that says so."""
+    with pytest.raises(ValueError, match=message):
+        function(*given, **arguments)
+
+
+def warned(message: str, function, *given, **arguments):
+    """Call, and require a warning that says so."""
+    with pytest.warns(UserWarning, match=message):
+        return function(*given, **arguments)
+
+
 class Crash(Exception): ...
 
 

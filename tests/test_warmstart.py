@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 import runs
-from runs import Crash, crash, send
+from runs import Crash, crash, refused, send, warned
 
 import optax_smile
 
@@ -47,8 +47,7 @@ def test_members_start_apart_and_converge():
     sgld = optax_smile.sgld(0.01, num_data=10, key=0)
     assert len(np.unique(train([TARGET], optimizer=sgld, **given)["w"], axis=0)) == 3
     told = r"^`warmstart`: `init_fn` returned the same parameters for members \[0, 1, 2\]\."
-    with pytest.warns(UserWarning, match=told):
-        train([TARGET], **given)
+    warned(told, train, [TARGET], **given)
     train([TARGET], num_members=1, **given)
 
 
@@ -113,8 +112,7 @@ def test_batches_that_do_not_suffice():
         ),
         ([TARGET], {"aux": jnp.zeros(2), "loss": with_aux}, r"aux=...\)` .* axis of 3 members"),
     ):
-        with pytest.raises(ValueError, match=rf"`warmstart\(.*{message}"):
-            train(batches, **arguments)
+        refused(rf"`warmstart\(.*{message}", train, batches, **arguments)
 
 
 ROWS = [TARGET, TARGET + 0.3, TARGET - 0.2]

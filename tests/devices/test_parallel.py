@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
-from runs import as_read, stub
+from runs import as_read, refused, stub
 
 import optax_smile
 from optax_smile import parallel
@@ -145,8 +145,7 @@ def test_chains_with_noise_need_a_key():
     """Otherwise each would draw the same numbers, and chains from one start be copies."""
     noisy = optax.chain(optax.clip(1.0), optax_smile.sgld(0.1, num_data=10, key=0))
     rule = r"`parallel.init\(key=...\)` must be a "
-    with pytest.raises(ValueError, match=rule + "single JAX key.* the 3 chains"):
-        parallel.init(noisy, start(3))
+    refused(rule + "single JAX key.* the 3 chains", parallel.init, noisy, start(3))
     keys = optax.tree.get(parallel.init(noisy, start(3), key=1), "key")
     assert len(np.unique(keys, axis=0)) == 3
     alone = optax.tree.get(parallel.init(noisy, start(1)), "key")
@@ -330,21 +329,16 @@ def test_meshes_and_specs_that_do_not_fit():
         ({"mesh": None}, "specs=.* must be None without a mesh, got"),
     ):
         given: dict[str, Any] = {"tree": start(), "mesh": mesh, "specs": SPECS} | changes
-        with pytest.raises(ValueError, match=rf"`parallel.place\({message}"):
-            parallel.place(given.pop("tree"), **given)
-
-    def refuse(message: str, function, *given, **options):
-        with pytest.raises(ValueError, match=message):
-            function(*given, **options)
+        refused(rf"`parallel.place\({message}", parallel.place, given.pop("tree"), **given)
 
     adamw, few = optax.adamw(0.1), start(4)
     rule = r"`parallel.init\(mesh=...\)` .* of chains, 4, got an axis of length 8"
-    refuse(rule, parallel.init, adamw, few, mesh=make_mesh((8, 1)))
+    refused(rule, parallel.init, adamw, few, mesh=make_mesh((8, 1)))
     rule = r"`parallel.init\(specs=...\)` must be a tree of jax.P"
-    refuse(rule, parallel.init, adamw, few, mesh=mesh, specs={"w": jax.P()})
+    refused(rule, parallel.init, adamw, few, mesh=mesh, specs={"w": jax.P()})
     for function, name in ((draw, "sample"), (train, "warmstart")):
-        refuse(rf"`{name}\(mesh=...\)` .* an axis 'chain'", function, other)
+        refused(rf"`{name}\(mesh=...\)` .* an axis 'chain'", function, other)
         rule = rf"`{name}\(specs=...\)` must be a tree of jax.P"
-        refuse(rule, function, make_mesh((1, 8)), {})
+        refused(rule, function, make_mesh((1, 8)), {})
     rule = r"mesh=...\)` must be a mesh whose axis 'chain' divides the number of chains, 6, got"
-    refuse(rule, train, make_mesh((8, 1)), num_members=6)
+    refused(rule, train, make_mesh((8, 1)), num_members=6)

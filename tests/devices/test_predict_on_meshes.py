@@ -30,12 +30,6 @@ def make_mesh(kind, *shape):
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
 
 
-def classify(mesh, **arguments):
-    snapshots = optax_smile.Snapshots({"w": WEIGHTS})
-    given: dict[str, Any] = {"likelihood": "categorical", "targets": LABELS, "mesh": mesh}
-    return optax_smile.predict(apply_fn, snapshots, INPUTS, **given, **arguments)
-
-
 def density(probabilities):
     return np.log(probabilities[..., np.arange(NUM_INPUTS), LABELS])
 
@@ -91,7 +85,7 @@ def test_arrays_may_change_while_they_wait():
 
 
 def test_chains_that_do_not_divide_over_the_rows():
-    with pytest.raises(
-        ValueError, match=r"`predict\(mesh=...\)` must be .* divides the number of chains, 4"
-    ):
-        classify(make_mesh(AUTO, 8), per="chain")
+    given = apply_fn, optax_smile.Snapshots({"w": WEIGHTS}), INPUTS
+    options: dict[str, Any] = {"likelihood": "categorical", "mesh": make_mesh(AUTO, 8)}
+    with pytest.raises(ValueError, match=r"`predict\(mesh=...\)` .* number of chains, 4"):
+        optax_smile.predict(*given, **options, per="chain")
