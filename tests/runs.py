@@ -70,6 +70,11 @@ def noisy(step_size: Any = 0.02, **arguments):
     return quiet(step_size, decoherence_length=0.1, key=5, **arguments)
 
 
+def sghmc():
+    """A sampler whose state has a momentum and a key; half of what that of `smile` costs."""
+    return optax_smile.sghmc(1e-3, num_data=NUM_DATA, key=5)
+
+
 class StubState(NamedTuple):
     """Number of calls, and the key that each chain gets of its own."""
 

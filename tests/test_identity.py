@@ -85,7 +85,6 @@ OTHER_TRAININGS: list[tuple[dict[str, Any], str]] = [
 
 
 def test_another_run_is_refused_and_the_same_is_resumed_whatever_its_functions(tmp_path):
-    """Also if there are enough draws already."""
     finished = own(tmp_path / "run")
     before = content_of(finished.directory)
     for number, (arguments, what) in enumerate(OTHER_RUNS):

@@ -96,7 +96,7 @@ CASES: dict[str, Any] = {
         **dict(batch_per="step", steps_per_dispatch=3, stochastic=True),
     },
     "a generator": lambda: {
-        "sampler": optax.chain(optax.clip_by_global_norm(1.0), runs.noisy()),
+        "sampler": optax.chain(optax.clip_by_global_norm(1.0), runs.sghmc()),
         **dict(batches=(x for x in runs.own_batches(20)), per_chain=True),
         "check": False,
     },
@@ -105,7 +105,7 @@ CASES: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_in_pieces_gives_the_bits_of_one_in_one_go(tmp_path, case):
-    """A signal; a runs.crash, whose last checkpoint is before its last draw; the rest."""
+    """A signal; a crash, whose last checkpoint is before its last draw; the rest."""
     expected, pieces = run(tmp_path / "whole", **CASES[case]()), tmp_path / "pieces"
     stop_at_first(pieces, **CASES[case]())
     with pytest.raises(runs.Crash):
@@ -163,7 +163,6 @@ def test_signals_end_a_run_in_order_and_a_second_control_c_at_once(tmp_path, who
 
 
 def test_an_ignored_interrupt_stays_ignored(whole):
-    """As in a shell's background job."""
     before = signal(SIGINT, SIG_IGN)
     try:
         got = run(callback=at(SECOND, send(SIGINT)))
@@ -245,7 +244,6 @@ def train(directory, optimizer=None):
 
 
 def test_checkpoints_of_other_states_are_refused(copied, tmp_path):
-    """Of other arrays, of another file, and of another version's states."""
     rule = r"(?s)The checkpoint .*-0000000008\..*is unknown.*sampler has changed"
     refused(rule, run, copied, sampler=optax.chain(optax.trace(0.9), stub()))
     train(tmp_path / "start")

@@ -57,7 +57,7 @@ def test_draws_are_those_of_a_hand_written_loop():
 
 
 def test_chains_get_their_own_keys_and_batches():
-    """Each alone keeps chains apart that begin at the same place; so does a random loss."""
+    """Each alone keeps chains apart that begin at the same place."""
     same, own = jax.tree.map(jnp.zeros_like, runs.start()), {"batches": own_batches(3)}
     for arguments in ({}, {"sampler": STILL, "per_chain": True, **own}):
         got = run(params=same, num_warmup=2, num_draws=1, thin=1, **arguments)
@@ -304,6 +304,6 @@ def test_no_key_is_used_twice():
 
     given: dict[str, Any] = {"loss": loss, "stochastic": True}
     with jax.debug_key_reuse(True):
-        run(sampler=runs.noisy(), key=jax.random.key(0), **given)
+        run(sampler=runs.sghmc(), key=jax.random.key(0), **given)
         warmstart(validation=regression()[0], key=jax.random.key(0), **given)
         optax_smile.chains_from_weights([{"w": jnp.ones(2)}], num_chains=3, key=0)

@@ -146,7 +146,6 @@ def test_the_table_has_all_names(selection):
 
 
 def test_an_optimizer_may_be_alone_or_the_best(tmp_path):
-    """It is named as one, and neither warns nor has rounds."""
     found = find({"sgd": optax.sgd(0.05)}, directory=tmp_path, **SHORT)
     assert found.best == "sgd" and found.cost == 0 and found.lppd.shape == (0, 1)
     assert "It is an optimizer" in str(found)

@@ -199,7 +199,6 @@ def hostile(kind: str, path: Path, victim: Path):
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "zero"])
 def test_links_and_devices_in_a_directory_are_refused(runs, tmp_path, kind):
-    """Nothing is read, written or deleted through them."""
     (tmp_path / "file").write_text("mine")
     (newest,) = runs.disk.directory.glob("checkpoint-0000000012.*")
     names = [

@@ -239,7 +239,6 @@ def test_a_chain_for_each_of_the_weights_if_they_fit_together():
 
 
 def test_chains_from_equal_weights_start_apart():
-    """One network, the same one twice, zeros, zeros and others."""
     for weights, num_chains in (
         ([{"w": np.ones(3), "b": np.zeros(2)}], 4),
         ([{"w": np.ones(3)}, {"w": np.full(3, 2.0)}, {"w": np.ones(3)}], None),

@@ -142,7 +142,6 @@ def test_three_hundred_sharded_leaves_take_three_collectives():
 
 
 def test_tracked_parameters_are_sharded_and_no_others_needed():
-    """Also where `update` compiles itself."""
     mesh, params = shard(AxisType.Explicit)
     tx = optax_smile.tracked(make("sghmc"))
     expected = tx.update(PARAMS, tx.init(PARAMS))
