@@ -109,7 +109,7 @@ def run(life: Life, tell=Told.tell) -> Any:
         devices = jax.devices()[: DEVICES * life.number]
         shape, auto = (len(devices) // shared, shared), (AxisType.Auto,) * 2
         mesh = jax.make_mesh(shape, ("chain", "data"), auto, devices=devices)
-    if life.form == "warm start" or life.number > 1:
+    if life.form == "warm start" or life.number > 1 and "mesh" in life.form:
         epochs = EPOCHS if life.number == 1 else 5
         params = optax_smile.warmstart(
             noisy_loss,
