@@ -51,11 +51,11 @@ def warm(directory=None, loss=mean_loss, **given) -> Any:
     return optax_smile.warmstart(loss, init, directory=directory, progress=False, **given)
 
 
+HALVES = [(x[:6], y[:6]) for x, y in batches()]
+WIDER = start() | {"w": jnp.zeros((CHAINS, 4))}
+AUX = {"aux": {"mean": jnp.zeros((CHAINS, 2))}, "loss": aux_loss}
 OTHER_RUNS: list[tuple[dict[str, Any], str]] = [
-    (
-        {"batches": [(x[:6], y[:6]) for x, y in batches()]},
-        r"one with shapes = .*\[12\].*, got .*\[6\]",
-    ),
+    ({"batches": HALVES}, r"one with shapes = .*\[12\].*, got .*\[6\]"),
     ({"batches": batches()[:4]}, "one with num_batches = 5, as in .*, got 4"),
     ({"batches": [list(x) for x in batches()]}, "one with shapes = "),
     ({"key": 4}, r"\[0, 0\], as in the run in .*, got \[0, 4\]"),
@@ -64,15 +64,9 @@ OTHER_RUNS: list[tuple[dict[str, Any], str]] = [
     ({"batch_per": "step"}, r"'gradient', as in .*, got 'step'"),
     ({"sampler": sgld(0.03)}, r"with step_size = 0.*, got 0\.03\. "),
     ({"stochastic": True, "loss": keyed_loss}, r"False, as in .*, got True"),
-    (
-        {"params": start() | {"w": jnp.zeros((CHAINS, 4))}},
-        r"with leaves = .*, got .*'shape': \[4\]",
-    ),
+    ({"params": WIDER}, r"with leaves = .*, got .*'shape': \[4\]"),
     ({"params": jax.tree.map(lambda x: x[:2], start())}, r"num_chains = 3, as in .*, got 2\."),
-    (
-        {"params": start(), "aux": {"mean": jnp.zeros((CHAINS, 2))}, "loss": aux_loss},
-        "with leaves = .*, got .*'name': 'aux/mean'",
-    ),
+    ({"params": start(), **AUX}, "with leaves = .*, got .*'name': 'aux/mean'"),
     ({"dtype": "float16"}, r"None, as in .*, got 'float16'\."),
 ]
 OTHER_TRAININGS: list[tuple[dict[str, Any], str]] = [
@@ -85,7 +79,7 @@ OTHER_TRAININGS: list[tuple[dict[str, Any], str]] = [
 
 
 def test_another_run_is_refused_and_the_same_is_resumed_whatever_its_functions(tmp_path):
-    finished = own(tmp_path / "run")
+    finished: Any = own(tmp_path / "run")
     before = content_of(finished.directory)
     for number, (arguments, what) in enumerate(OTHER_RUNS):
         name, given = next(iter(arguments)), {"num_draws": 2 + number % 2} | arguments

@@ -77,22 +77,17 @@ def test_a_random_loss_draws_new_numbers_in_every_step_and_chain():
 
 
 INJECTED = optax.inject_hyperparams(optax_smile.sgld)(1e-4, num_data=9, key=jax.random.PRNGKey(0))
+TWICE, ONE = optax.MultiSteps(stub(kind=runs.TwoGradients), 2), {"w": jnp.ones((3, 2)), "b": 0.0}
 NAN_BATCHES = [(x * np.nan, y) for x, y in regression()]
 AUX_LOSS = {"loss": lambda p, b, aux: 0.0, "aux": jnp.zeros(3)}
 MISFITS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "sampler": [
         ({"sampler": optax.chain(quiet(), quiet())}, "must be .*exactly one .*got one with 2"),
         ({"sampler": INJECTED}, "must be .*static_args"),
-        (
-            {"sampler": optax.MultiSteps(stub(kind=runs.TwoGradients), 2)},
-            'must be one with `integrator="leapf',
-        ),
+        ({"sampler": TWICE}, 'must be one with `integrator="leapf'),
     ],
     "params": [
-        (
-            {"params": {"w": jnp.ones((3, 2)), "b": 0.0}},
-            r"must be .*equal leading axes, none of them empty.*\. Stack a list of",
-        ),
+        ({"params": ONE}, r"must be .*equal leading axes, none of them empty.*\. Stack a list of"),
     ],
     "loss_fn": [
         ({"loss": lambda p, batch: batch[1] @ batch[0]}, r".* got one that returns float32\[2\]"),

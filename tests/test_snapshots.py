@@ -136,7 +136,7 @@ def visit(directory, numbers, dtype: Any = "float16", start=0.0, **aux) -> Any:
 
 def test_a_leaf_too_large_or_small_for_half_precision_keeps_its_own(tmp_path):
     """In that draw alone, so that a run that resumes stores the same bits; and it is told once."""
-    count, inf = np.array([2049, 2**24 + 1], np.int32), np.float32([np.inf])
+    count, inf = np.array([2049, 2**24 + 1], np.int32), np.array([np.inf], np.float32)
     numbers = 0.1, 65_520.0, 0.1, 1e-6, 6.2e-5
     draws, told = visit(tmp_path / "run", (0, *numbers), count=count, inf=inf)
     aux, own = draws.params["aux"], (np.float32(65_520), np.float32(1e-6))

@@ -96,7 +96,7 @@ def test_batches_that_do_not_suffice():
     def with_aux(params, batch, aux):
         return 0.0, aux
 
-    def wider(params, batch, aux):
+    def wide(params, batch, aux):
         return 0.0, jnp.zeros(2)
 
     for batches, arguments, message in (
@@ -105,11 +105,7 @@ def test_batches_that_do_not_suffice():
         ([TARGET * jnp.nan], {"num_epochs": 1}, r"loss_fn=...\)` must be .* members \[0, 1, 2\]"),
         ([TARGET], {"validation": {"w": TARGET}}, r"validation=...\)` must be "),
         ([TARGET], {"validation": TARGET * jnp.nan}, r"validation=...\)` must be finite, got nan"),
-        (
-            [TARGET],
-            {"aux": jnp.ones(3), "loss": wider},
-            r"`new_aux` like `aux`, \(\), got \(2,\)\.",
-        ),
+        ([TARGET], {"aux": jnp.ones(3), "loss": wide}, r"`new_aux` like `aux`, \(\), got \(2,\)\."),
         ([TARGET], {"aux": jnp.zeros(2), "loss": with_aux}, r"aux=...\)` .* axis of 3 members"),
     ):
         refused(rf"`warmstart\(.*{message}", train, batches, **arguments)
