@@ -21,18 +21,23 @@ def outputs(params, x):
     return x @ params["w"] + params["b"], jnp.log(0.5)
 
 
+def mean_loss(params):
+    return jnp.mean((outputs(params, X)[0] - Y) ** 2) * 2
+
+
 def loop(num_chains=None, num_draws=24) -> tuple[list[Any], list[Any]]:
     """Draws and statistics of a loop, vectorized over chains."""
     sampler = optax_smile.sgld(1e-3, num_data=30, key=0)
 
     def step(params, state):
-        updates, state = sampler.update(params, state, params, value=1.0)
+        loss, grads = jax.value_and_grad(mean_loss)(params)
+        updates, state = sampler.update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state
 
     def both(params, state):
         return optax_smile.last_accepted(state, params), optax_smile.stats(state)
 
-    params: Any = {"w": jnp.zeros(2), "b": jnp.zeros(())}
+    params: Any = {"w": jnp.float32([1.0, -1.0]), "b": jnp.zeros(())}
     state = sampler.init(params)
     if num_chains is not None:
         keys = jax.vmap(jax.random.key_data)(jax.random.split(jax.random.key(1), num_chains))

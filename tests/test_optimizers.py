@@ -48,8 +48,7 @@ def stored(tmp_path_factory) -> Any:
     ids=["clipped adamw with a schedule", "wants the loss"],
 )
 def test_iterates_are_those_of_a_hand_written_loop(optimizer):
-    seen = []
-    got = run(sampler=optimizer, callback=lambda *given: seen.append(given))
+    got = run(sampler=optimizer)
     optimizer = optax.with_extra_args_support(optimizer)
 
     @jax.jit
@@ -69,7 +68,6 @@ def test_iterates_are_those_of_a_hand_written_loop(optimizer):
     np.testing.assert_allclose(got.trace["loss"], np.stack(losses, 1), rtol=1e-5)
     assert got.trace["num_gradients"].tolist() == [TICKS] * CHAINS
     assert np.isnan(got.trace["step_size"]).all() and not got.trace["num_nonfinite"].any()
-    assert [step for step, _ in seen] == TICKS and seen[0][1].keys() == got.trace.keys()
 
 
 def test_a_run_that_was_killed_gives_the_same_iterates(stored, tmp_path):

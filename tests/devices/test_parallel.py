@@ -191,7 +191,7 @@ def test_a_mesh_changes_nothing_but_the_place():
 
 def test_sample_draws_directions_on_explicit_axes():
     """For the rise of the loss, with more parameters than data; `jax.make_mesh` is explicit."""
-    sampler, mesh = optax_smile.sgld(1e-5, num_data=16, key=0), make_mesh((8,), EXPLICIT)
+    sampler, mesh = optax_smile.sgld(1e-5, num_data=16, key=0), make_mesh((2,), EXPLICIT)
     draw(mesh, sampler=sampler, num_draws=1, batches=[batch_of(0)])
 
 
