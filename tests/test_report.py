@@ -151,5 +151,7 @@ def test_what_does_not_fit_is_named(run, draws, tmp_path):
     assert not list(run.glob("prediction-*"))
     (tmp_path / "manifest.json").write_bytes((run / "manifest.json").read_bytes())
     refused(r"`report.write\(directory=...\)` must be .* with draws", report.write, tmp_path)
-    with pytest.raises(ValueError, match=r"output=...\)` must be a path that ends in .html or"):
+    with pytest.raises(
+        ValueError, match=r"write\(output=...\)` must be a path that ends in .html or"
+    ):
         report.write(run, tmp_path / "a.txt")

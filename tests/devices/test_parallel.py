@@ -320,16 +320,17 @@ def test_warmstart_on_a_mesh(tmp_path):
 def test_meshes_and_specs_that_do_not_fit():
     mesh, other = make_mesh((4, 2)), make_mesh((4, 2), names=("model", "data"))
     uneven = {"w": np.ones((4, 2)), "b": np.ones(3)}
-    for changes, message in (
-        ({"mesh": other}, r"mesh=.*, got the axes \('model', 'data'\).* Make one"),
-        ({"tree": start(6), "specs": None}, r"mesh=.* of chains, 6, got .* length 4"),
-        ({"tree": uneven}, "tree=.* equal leading axes, none of them empty"),
-        ({"specs": {"w": jax.P()}}, "specs=.* must be a tree of jax.P with the .*'out'"),
-        ({"specs": SPECS | {"in": jax.P("model")}}, "specs=.* must be .* with axes of"),
-        ({"mesh": None}, "specs=.* must be None without a mesh, got"),
+    for argument, changes, message in (
+        ("mesh", {"mesh": other}, r".*, got the axes \('model', 'data'\).* Make one"),
+        ("mesh", {"tree": start(6), "specs": None}, ".* of chains, 6, got .* length 4"),
+        ("tree", {"tree": uneven}, ".* equal leading axes, none of them empty"),
+        ("specs", {"specs": {"w": jax.P()}}, "a tree of jax.P with the .*'out'"),
+        ("specs", {"specs": SPECS | {"in": jax.P("model")}}, ".* with axes of"),
+        ("specs", {"mesh": None}, "None without a mesh, got"),
     ):
         given: dict[str, Any] = {"tree": start(), "mesh": mesh, "specs": SPECS} | changes
-        refused(rf"`parallel.place\({message}", parallel.place, given.pop("tree"), **given)
+        rule = rf"`parallel.place\({argument}=...\)` must be {message}"
+        refused(rule, parallel.place, given.pop("tree"), **given)
 
     adamw, few = optax.adamw(0.1), start(4)
     rule = r"`parallel.init\(mesh=...\)` .* of chains, 4, got an axis of length 8"
