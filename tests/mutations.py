@@ -242,7 +242,7 @@ DEFECTS = r"""
 # chains/run.py | test_sampling.py
 = thin off by one | hand_written
 - return num_warmup + (passed // thin + 1) * thin
-+ return num_warmup + (passed // thin + 1) * thin - 1
++ return num_warmup + (passed // thin + 1) * thin + 1
 # chains/run.py | test_run.py
 = a checkpoint has the position before its batches | every_way
 - self._position, self._stats = position, None
