@@ -379,7 +379,7 @@ DEFECTS = r"""
 = what the draws to come add counts for the others alone | runs_again
 - before, best = finalists[name].density, _best(scores)
 + before, best = finalists[name].density, max((x.density for x in scores.values()), key=_mean)
-= draws that are made again count twice | stopped_selection
+= draws that are made again count twice | killed_selection
 - scored, counts = header["scored"], header["counts"]
 + scored, counts = 0, header["counts"]
 # draws/predict.py | test_predict.py

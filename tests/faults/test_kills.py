@@ -307,20 +307,14 @@ def log_of(life: Life, number: int) -> Path:
     return life.folder.with_name(f"log-{number}")
 
 
-def wait_for_draws(life: Life, processes: list[subprocess.Popen]):
-    end = time.monotonic() + PATIENCE
-    while len(list(life.folder.glob("draw-*"))) < 5 * 4:
-        assert all(process.poll() is None for process in processes) and time.monotonic() < end
-        time.sleep(PAUSE)
+def logs_of(life: Life) -> str:
+    return "\n".join(log_of(life, number).read_text() for number in range(2))
 
 
-def finish_pair(life: Life, compiled: Path) -> list[str]:
-    """Run to the end, and return what the two said."""
+def run_pair(life: Life, compiled: Path) -> list[int]:
+    """Run to the end, and return the exit codes."""
     with pair(life, compiled) as processes:
-        codes = [process.wait(2 * PATIENCE) for process in processes]
-    said = [log_of(life, number).read_text() for number in range(2)]
-    assert codes == [0, 0], said
-    return said
+        return [process.wait(2 * PATIENCE) for process in processes]
 
 
 @pytest.fixture
@@ -335,11 +329,10 @@ def expected_of_pair(life: Life) -> Any:
 
 @pytest.mark.slow
 def test_processes_that_leave_a_loop_alone_are_told(life, compiled):
-    with pair(life._replace(form="leave alone"), compiled) as processes:
-        codes = [process.wait(2 * PATIENCE) for process in processes]
-    said = [log_of(life, number).read_text() for number in range(2)]
-    assert 0 not in codes, said
-    assert all("left the loop over `Run.draws`. All must leave" in text for text in said)
+    assert 0 not in run_pair(life._replace(form="leave alone"), compiled)
+    for number in range(2):
+        text = log_of(life, number).read_text()
+        assert "left the loop over `Run.draws`. All must leave" in text, text
 
 
 @pytest.mark.nightly
@@ -348,7 +341,7 @@ def test_two_processes_give_the_draws_of_one(life, compiled, form):
     """If four devices share a batch, one holds all chains, and sums are rounded otherwise."""
     life = life._replace(form=form, num_draws=20)
     expected = expected_of_pair(life)
-    finish_pair(life, compiled)
+    assert run_pair(life, compiled) == [0, 0], logs_of(life)
     if form == "mesh4":
         got = optax_smile.load_snapshots(life.folder)
         chex.assert_trees_all_close(got.params, expected.params, rtol=1e-5, atol=1e-5)
@@ -362,18 +355,21 @@ def test_one_of_two_processes_is_ended(life, compiled, way):
     """By a signal, which ends both in order, or killed, which ends the other and loses no draw."""
     expected, slow = expected_of_pair(life), life._replace(minutes=0, pause=PAUSE)
     with pair(slow, compiled) as processes:
-        wait_for_draws(life, processes)
+        end = time.monotonic() + PATIENCE
+        while len(list(life.folder.glob("draw-*"))) < 5 * 4:
+            assert all(process.poll() is None for process in processes), logs_of(life)
+            assert time.monotonic() < end
+            time.sleep(PAUSE)
         if way == "signal":
             processes[1].send_signal(signal.SIGTERM)
             assert [process.wait(PATIENCE) for process in processes] == [0, 0]
-            said = [log_of(life, number).read_text() for number in range(2)]
-            assert all("`sample` was stopped by SIGTERM" in text for text in said)
+            assert logs_of(life).count("`sample` was stopped by SIGTERM") == 2
             assert max(runs.checkpoints_in(life.folder)) == WARMUP + count_draws(life, expected, 5)
         else:
             processes[way].kill()
             assert processes[1 - way].wait(60) != 0
     assert count_draws(life, expected, 5) < life.num_draws
-    finish_pair(life, compiled)
+    assert run_pair(life, compiled) == [0, 0], logs_of(life)
     assert count_draws(life, expected, life.num_draws) == life.num_draws
 
 
