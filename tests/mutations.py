@@ -193,7 +193,7 @@ DEFECTS = r"""
 - bound.apply_defaults()
 +
 # chains/_directory.py | test_sampling.py
-= chains and draws swapped | shapes
+= chains and draws swapped | hand_written
 - np.stack(x, axis=1)
 + np.stack(x, axis=0)
 # chains/_directory.py | test_resume.py
@@ -265,7 +265,7 @@ DEFECTS = r"""
 - _tree.count(state.num_steps, end.opens_step)
 + _tree.count(state.num_steps)
 # draws/_format.py | test_snapshots.py
-= a draw with a gap between its files counts as whole | gap
+= a draw with a gap between its files counts as whole | missing_files
 - return len(chains) == num_chains
 + return max(chains) == num_chains - 1
 """

@@ -1,11 +1,9 @@
 """A small regression and runs of it, for the tests of `sample`, and chains by hand."""
 
-import contextlib
 import os
 import signal
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +12,6 @@ import optax
 import pytest
 
 import optax_smile
-from optax_smile import Run
-from optax_smile.samplers._chain import PackedState
 
 CHAINS, NUM_DATA, DRAWS, THIN, WARMUP = 3, 140, 4, 3, 2
 STEPS = WARMUP + DRAWS * THIN
@@ -74,6 +70,11 @@ def noisy(step_size: Any = 0.02, **arguments):
     return quiet(step_size, decoherence_length=0.1, key=5, **arguments)
 
 
+def sghmc():
+    """A sampler whose state has a momentum and a key; half of what that of `smile` costs."""
+    return optax_smile.sghmc(1e-3, num_data=NUM_DATA, key=5)
+
+
 class StubState(NamedTuple):
     """Number of calls, and the key that each chain gets of its own."""
 
@@ -83,9 +84,9 @@ class StubState(NamedTuple):
 
     def stats(self) -> optax_smile.Stats:
         known: dict[str, Any] = dict.fromkeys(optax_smile.Stats._fields, 0.0 * self.num_gradients)
-        for name in ("on_its_way", "below_resolution", "is_altered"):
-            known[name] = self.num_gradients < 0
-        known |= dict.fromkeys(("is_draw", "accepted", "step_end"), self.num_gradients >= 0)
+        flags = {"on_its_way": 0, "below_resolution": 0, "is_altered": 0}
+        flags |= {"is_draw": 1, "accepted": 1, "step_end": 1}
+        known |= {name: (self.num_gradients >= 0) == is_set for name, is_set in flags.items()}
         return optax_smile.Stats(**known | {"num_gradients": self.num_gradients})
 
     def last_accepted(self, params: Any) -> Any:
@@ -97,6 +98,13 @@ class StubState(NamedTuple):
 
 class TwoGradients(StubState):
     gradients_per_step = 2
+
+
+class Exploring(StubState):
+    """Half of the time: three of six steps give no draws."""
+
+    def stats(self) -> optax_smile.Stats:
+        return super().stats()._replace(is_draw=self.num_gradients % 6 >= 3)
 
 
 def stub(step_size: float = 0.1, noise: float = 1.0, kind: Any = StubState) -> Any:
@@ -114,28 +122,27 @@ def stub(step_size: float = 0.1, noise: float = 1.0, kind: Any = StubState) -> A
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-@contextlib.contextmanager
-def watching(callback):
-    """Call `callback(step, stats)` where a run keeps its statistics, before it heeds signals."""
-    tick = Run._tick
+class Watched:
+    """Batches that can be read again; `callback` gets the number of each before it is read."""
 
-    def watched(self, step, *given):
-        tick(self, step, *given)
-        callback(step, self.stats)
+    def __init__(self, batches, callback):
+        self.batches, self.callback, self.number = batches, callback, 0
 
-    with mock.patch.object(Run, "_tick", watched):
-        yield
+    def __iter__(self):
+        for batch in self.batches:
+            self.number += 1
+            self.callback(self.number)
+            yield batch
 
 
 def run(directory: Any = None, loss=mean_loss, params=None, sampler=None, **arguments):
     """Sample, with a checkpoint at the start and at the end unless asked for others."""
-    if callback := arguments.pop("callback", None):
-        with watching(callback):
-            return run(directory, loss, params, sampler, **arguments)
     defaults: dict[str, Any] = {"num_warmup": WARMUP, "num_draws": DRAWS, "thin": THIN, "key": 0}
     defaults |= {"progress": False, "checkpoint_minutes": 60}
     params, sampler = params or start(), sampler or stub()
     batches = arguments.pop("batches", regression())
+    if callback := arguments.pop("callback", None):
+        batches = Watched(batches, callback)
     given = defaults | arguments
     return optax_smile.sample(loss, params, batches, sampler, directory=directory, **given)
 
@@ -149,6 +156,18 @@ def run_early(num_draws: int, /, *given, **arguments):
     return got
 
 
+def refused(message: str, function, *given, **arguments):
+    """Call, and require a ValueError that says so."""
+    with pytest.raises(ValueError, match=message):
+        function(*given, **arguments)
+
+
+def warned(message: str, function, *given, **arguments):
+    """Call, and require a warning that says so."""
+    with pytest.warns(UserWarning, match=message):
+        return function(*given, **arguments)
+
+
 class Crash(Exception): ...
 
 
@@ -160,9 +179,14 @@ def send(*numbers: signal.Signals):
     return lambda: [os.kill(os.getpid(), number) for number in numbers]
 
 
-def at(step: int, happens):
-    """A callback that does something at a step."""
-    return lambda now, stats: happens() if now == step else None
+def at(number: int, happens):
+    """A callback that does something where the batch of a gradient is read."""
+    return lambda now: happens() if now == number else None
+
+
+def checkpoints_in(directory: Path) -> list[int]:
+    """Numbers of gradients of the checkpoints."""
+    return sorted({int(file.name[11:21]) for file in directory.glob("checkpoint-*.part-*")})
 
 
 def content_of(directory: Path) -> dict[str, bytes]:
@@ -197,20 +221,17 @@ def follow(tx, key, params, gradient, calls, see=None, **given) -> Any:
 
 def with_fields(state: Any, **fields: Any) -> Any:
     """Set fields of a sampler's state, scalars included."""
-    after = PackedState.pack(optax.tree.set(state.unpack(), **fields))
+    after = state.pack(optax.tree.set(state.unpack(), **fields))
     return after._replace(state_format=state.state_format)
 
 
 def as_read(tree: Any, other: Any) -> Any:
     """Forget what probes read, since of sharded leaves they read less than those of another."""
 
-    def is_packed(node: Any) -> bool:
-        return isinstance(node, PackedState)
-
     def forget(node: Any, beside: Any) -> Any:
-        if not is_packed(node):
+        if not hasattr(node, "unpack"):
             return node
         probe = beside.unpack().probe
         return with_fields(node, start=probe.start, num_read=probe.num_read)
 
-    return jax.tree.map(forget, tree, other, is_leaf=is_packed)
+    return jax.tree.map(forget, tree, other, is_leaf=lambda node: hasattr(node, "unpack"))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from runs import stub, warned
 
 import optax_smile
 from optax_smile import ArgumentError, Snapshots, diagnostics
@@ -16,13 +17,12 @@ X = RNG(0).normal(size=(30, 2)).astype(np.float32)
 Y = X @ np.array([1, -1], np.float32) + 0.5 * RNG(1).normal(size=30).astype(np.float32)
 
 
-def mean_loss(params, batch):
-    x, y = batch
-    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2) * 2
-
-
 def outputs(params, x):
     return x @ params["w"] + params["b"], jnp.log(0.5)
+
+
+def mean_loss(params):
+    return jnp.mean((outputs(params, X)[0] - Y) ** 2) * 2
 
 
 def loop(num_chains=None, num_draws=24) -> tuple[list[Any], list[Any]]:
@@ -30,7 +30,7 @@ def loop(num_chains=None, num_draws=24) -> tuple[list[Any], list[Any]]:
     sampler = optax_smile.sgld(1e-3, num_data=30, key=0)
 
     def step(params, state):
-        loss, grads = jax.value_and_grad(mean_loss)(params, (X, Y))
+        loss, grads = jax.value_and_grad(mean_loss)(params)
         updates, state = sampler.update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state
 
@@ -55,7 +55,6 @@ def loop(num_chains=None, num_draws=24) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.parametrize("num_chains", [None, 2])
 def test_lists_and_stacked_trees(num_chains):
-    """A run that `summary` judges, from lists and from the arrays of a scan."""
     draws, stats = loop(num_chains)
     stacked = [jax.tree.map(lambda *x: jnp.stack(x), *rows) for rows in (draws, stats)]
     given: dict[str, Any] = {"likelihood": "gaussian", "targets": Y, "per": "draw"}
@@ -76,7 +75,6 @@ def test_lists_and_stacked_trees(num_chains):
 
 
 def test_copies_and_arrays_that_the_loop_reuses():
-    """`summary` finds chains with equal draws; draws do not change with the loop's buffer."""
 
     def reusing():
         buffer = np.zeros(3)
@@ -91,29 +89,20 @@ def test_copies_and_arrays_that_the_loop_reuses():
 
 
 TREE = {"w": np.ones(3), "b": np.zeros(1)}
+INFINITE = [np.ones((2, 3)), np.array([[0, 0, 0], [0, np.inf, 0]])]
 
 
-@pytest.mark.parametrize(
-    "draws, num_chains, message",
-    [
+def test_what_is_no_draw_or_not_its_trace_is_named():
+    for draws, num_chains, message in (
         (TREE, None, r"\(draws=...\)` must be a tree of arrays \[draw, ...\] with equal leading"),
         ([TREE, TREE | {"b": np.zeros(2)}], None, r"\(draws\[1\]=.* shape \(1,\) at \['b'\], as"),
         ([TREE, TREE | {"b": "x"}], None, r"\(draws\[1\]=...\)` must be a tree of arrays of num"),
         ([TREE], 3, r"draws=.*of 3 chains, got the leading axes \[\(1,\), \(3,\)\]"),
-        (
-            [np.ones((2, 3)), np.array([[0, 0, 0], [0, np.inf, 0]])],
-            2,
-            r"\(draws\[1\]=...\)` must be finite, got nan or inf at the only leaf of chain 1",
-        ),
-    ],
-)
-def test_what_is_no_draw_is_named(draws, num_chains, message):
-    with pytest.raises(ArgumentError, match=message):
-        Snapshots.from_draws(draws, num_chains=num_chains)
-
-
-def test_a_trace_is_of_these_draws():
-    stats: Any = optax_smile.stats(optax_smile.sgld(0.1, num_data=1, key=0).init(jnp.ones(3)))
+        (INFINITE, 2, r"\[1\]=...\)` must be finite, got nan or inf at the only leaf of chain 1"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            Snapshots.from_draws(draws, num_chains=num_chains)
+    stats: Any = optax_smile.stats(stub().init(jnp.ones(3)))
     wide = jax.tree.map(lambda x: np.stack([x, x]), stats)
     skipped = stats._replace(is_draw=np.array(False))
     for trace in ([stats], [{}, {}], [{"loss": 1.0}] * 2, [wide, wide], [skipped, stats]):
@@ -123,22 +112,11 @@ def test_a_trace_is_of_these_draws():
 
 def test_chains_with_equal_keys_are_found():
     """The trap of `jax.vmap(sampler.init)`: the noise is the same in all chains."""
-    draws = list(RNG(2).normal(size=(24, 3, 2)))
-    for sampler, is_random in (
-        (optax_smile.sgld(0.1, num_data=1, key=0), True),
-        (optax_smile.smile(0.1, num_data=1, decoherence_length=None), False),
-    ):
-        state = jax.vmap(sampler.init)(jnp.ones((3, 2)))
-        trace = [jax.vmap(optax_smile.stats)(state)] * 24
-        if not is_random:
-            assert diagnostics.summary(Snapshots.from_draws(draws, trace, num_chains=3))
-            assert optax_smile.stats(state).noise_id.tolist() == [0] * 3
-            continue
-        message = r"the chains \[0, 1, 2\] have equal keys"
-        with pytest.warns(UserWarning, match=f"`stats`: {message}"):
-            optax_smile.stats(state)
-        with pytest.warns(UserWarning, match=f"`Snapshots.from_draws`: {message}"):
-            kept = Snapshots.from_draws(draws, trace, num_chains=3)
-        (finding,) = diagnostics.summary(kept).findings
-        assert finding.kind == "copies" and finding.chains == (0, 1, 2)
-        assert "24 of 24 draws use the random numbers of another chain" in finding.text
+    state = jax.vmap(optax_smile.sgld(0.1, num_data=1, key=0).init)(jnp.ones((3, 2)))
+    message, draws = r"the chains \[0, 1, 2\] have equal keys", RNG(2).normal(size=(24, 3, 2))
+    warned(f"`stats`: {message}", optax_smile.stats, state)
+    given: Any = list(draws), [jax.vmap(optax_smile.stats)(state)] * 24
+    kept = warned(f"`Snapshots.from_draws`: {message}", Snapshots.from_draws, *given, num_chains=3)
+    (finding,) = diagnostics.summary(kept).findings
+    assert finding.kind == "copies" and finding.chains == (0, 1, 2)
+    assert "24 of 24 draws use the random numbers of another chain" in finding.text

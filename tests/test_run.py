@@ -10,18 +10,17 @@ import numpy as np
 import optax
 import pytest
 import runs
-from runs import CHAINS, DRAWS, STEPS, THIN, WARMUP, assert_same_bits, mean_loss, regression, stub
+from runs import DRAWS, STEPS, THIN, WARMUP, assert_same_bits, refused, regression, stub
 
 from optax_smile import Run
 
-GIVEN: dict[str, Any] = {"key": 0, "checkpoint_minutes": 60}
+SECOND_DRAW = WARMUP + 2 * THIN
 
 
-def begin(directory=None, sampler=None, **given) -> Run:
-    batches = given.pop("batches", regression())
-    return Run(
-        mean_loss, runs.start(), batches, sampler or stub(), directory=directory, **(GIVEN | given)
-    )
+def begin(directory=None, sampler=None, callback: Any = lambda number: None, **given) -> Run:
+    given = {"key": 0, "checkpoint_minutes": 60, "directory": directory} | given
+    batches = given.pop("batches", runs.Watched(regression(), callback))
+    return Run(runs.mean_loss, runs.start(), batches, sampler or stub(), **given)
 
 
 def warm(directory=None, **given) -> Run:
@@ -43,7 +42,9 @@ def test_a_loop_makes_the_draws_of_sample_and_hands_out_copies(tmp_path, stored)
             seen = []
             for number, draw in enumerate(run.draws(DRAWS, thin=THIN), 1):
                 assert (run.num_draws, run.num_steps) == (number, WARMUP + number * THIN)
-                assert run.stats["num_gradients"].tolist() == [run.num_steps] * CHAINS
+                assert run.stats["num_gradients"].tolist() == [run.num_steps] * runs.CHAINS
+                column = number - 1 - DRAWS
+                np.testing.assert_array_equal(run.stats["loss"], whole.trace["loss"][:, column])
                 jax.tree.map(np.testing.assert_array_equal, draw, run.last_accepted())
                 seen.append(jax.tree.map(np.array, draw))
                 # What is handed out is the caller's.
@@ -57,35 +58,24 @@ def test_a_loop_makes_the_draws_of_sample_and_hands_out_copies(tmp_path, stored)
         np.testing.assert_array_equal(np.stack([x["w"] for x in seen], 1), whole.params["w"])
 
 
-def leave(way: str, run: Run):
-    """Leave a loop after its second draw."""
-    for _ in run.draws(DRAWS, thin=THIN):
-        if run.num_draws == 2:
-            if way == "break":
-                break
-            if way == "Ctrl-C in the loop":
-                signal.raise_signal(signal.SIGINT)
-            raise OSError
-
-
-@pytest.mark.parametrize("way", ["break", "error", "Ctrl-C in the loop", "SIGTERM in a step"])
+@pytest.mark.parametrize("way", ["break", "Ctrl-C in the loop", "SIGTERM in a step"])
 def test_every_way_out_of_a_loop_loses_nothing(tmp_path, stored, way):
     handlers = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
-    run = warm(tmp_path)
-    with contextlib.suppress(OSError, KeyboardInterrupt):
-        if way == "SIGTERM in a step":
-            with runs.watching(runs.at(WARMUP + 2 * THIN, runs.send(signal.SIGTERM))):
-                leave(way, run)
-        else:
-            leave(way, run)
+    stop = runs.at(SECOND_DRAW, runs.send(signal.SIGTERM))
+    run = warm(tmp_path, callback=stop if way == "SIGTERM in a step" else lambda number: None)
+    with contextlib.suppress(KeyboardInterrupt):
+        for _ in run.draws(DRAWS, thin=THIN):
+            if run.num_draws == 2 and way == "break":
+                break
+            if run.num_draws == 2 and way == "Ctrl-C in the loop":
+                signal.raise_signal(signal.SIGINT)
     assert [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert run.snapshots().num_draws == run.num_draws == 2
-    with pytest.raises(ValueError, match=r"`Run\(directory=...\)` must be used by no other live"):
-        begin(tmp_path)
+    refused(r"`Run\(directory=...\)` must be used by no other live", begin, tmp_path)
     run.close()
     # What is there is not made again.
     again = begin(tmp_path)
-    assert (again.num_steps, again.num_draws) == (WARMUP + 2 * THIN, 2)
+    assert (again.num_steps, again.num_draws) == (SECOND_DRAW, 2)
     again.advance(WARMUP)
     assert len(list(again.draws(DRAWS, thin=THIN))) == DRAWS - 2
     assert_same_bits(again.snapshots(), stored)
@@ -95,25 +85,12 @@ def test_every_way_out_of_a_loop_loses_nothing(tmp_path, stored, way):
     assert list(begin(tmp_path).draws(DRAWS, thin=THIN)) == []
 
 
-def test_a_signal_in_a_step_writes_a_checkpoint_and_is_raised(tmp_path):
-    run = begin(tmp_path)
-    with (
-        runs.watching(runs.at(5, runs.send(signal.SIGTERM))),
-        pytest.raises(KeyboardInterrupt, match=r"`Run` was stopped by SIGTERM after 5 steps and 0"),
-    ):
-        run.advance(5)
-    run.advance(6)
-    del run
-    assert begin(tmp_path).num_steps == 5
-
-
-def test_two_runs_alternate_also_outside_the_main_thread():
+def test_runs_alternate_in_any_thread_and_are_extended_between_draws():
     whole, got = runs.run(), []
 
     def alternate():
         first, second = warm(), warm()
-        loops = first.draws(DRAWS, thin=THIN), second.draws(DRAWS, thin=THIN)
-        for _ in zip(*loops, strict=True):
+        for _ in zip(*(x.draws(DRAWS, thin=THIN) for x in (first, second)), strict=True):
             pass
         got.extend([first.snapshots(), second.snapshots()])
 
@@ -121,53 +98,39 @@ def test_two_runs_alternate_also_outside_the_main_thread():
     thread = threading.Thread(target=alternate)
     thread.start()
     thread.join()
-    assert len(got) == 4
-    for draws in got:
-        assert_same_bits(draws, whole)
-
-
-def test_a_run_is_extended_and_looked_at_between_draws():
     run = warm()
     for number in (1, 3, DRAWS):
         for _ in run.draws(number, thin=THIN):
             # Steps before the next draw change nothing.
             run.advance(run.num_steps + 1, trace=False)
     run.advance(STEPS)
-    assert_same_bits(run.snapshots(), runs.run())
+    assert len(got) == 4
+    for draws in (*got, run.snapshots()):
+        assert_same_bits(draws, whole)
 
 
 def test_wrong_use_is_told(tmp_path):
     run = begin(tmp_path)
-    with pytest.raises(ValueError, match="at least one of the 0 steps is a draw, got 0"):
-        run.snapshots()
+    refused("at least one of the 0 steps is a draw, got 0", run.snapshots)
     run.advance(WARMUP)
-    first = run.draws(DRAWS, thin=THIN)
-    next(first)
-    with pytest.raises(ValueError, match=r"`Run.advance\(num_steps=...\)` must be below 8, the st"):
-        run.advance(WARMUP + 2 * THIN)
-    with pytest.raises(ValueError, match=r"`Run.draws\(thin=...\)` must be 3, as for .*, got 4"):
-        run.draws(DRAWS, thin=4)
+    next(run.draws(DRAWS, thin=THIN))
+    rule = r"`Run.advance\(num_steps=...\)` must be below 8, the st"
+    refused(rule, run.advance, SECOND_DRAW)
+    rule = r"`Run.draws\(thin=...\)` must be 3, as for .*, got "
+    refused(rule + "4", run.draws, DRAWS, thin=4)
     # Another loop goes on where this one is.
     second = run.draws(DRAWS, thin=THIN)
     next(second)
     run.close()
     assert run.snapshots().num_draws == 2 and "This run is closed" in repr(run)
     for use in (lambda: next(second), lambda: run.draws(9, thin=THIN), lambda: run.advance(99)):
-        with pytest.raises(ValueError, match=r"`Run.(draws|advance)`: This run is closed"):
-            use()
-    with pytest.raises(ValueError, match=r"`Run.draws\(thin=...\)` must be 3, as for .*, got 2"):
-        begin(tmp_path).draws(DRAWS, thin=2)
-    with pytest.raises(ValueError, match=r"`sample\(thin=...\)` must be 3, as for .*, got 2"):
-        runs.run(tmp_path, thin=2)
-    with pytest.raises(ValueError, match=r"`sample\(num_warmup=...\)` must be 2, as in .*, got 5"):
-        runs.run(tmp_path, num_warmup=5)
-    with pytest.raises(
-        ValueError, match=r"`Run\(batches=...\)` must be a list, which is .* 3 batc"
-    ):
-        begin(batches=iter(regression()[:3])).advance(4)
-    with pytest.raises(
-        ValueError, match=r"`Run\(batches=...\)` must be a list, which is .* 3 batc"
-    ):
-        next(begin(batches=iter(regression()[:3])).draws(2, thin=4))
-    with pytest.warns(UserWarning, match="^`Run`: `sampler` is an optimizer"):
-        begin(sampler=optax.sgd(0.1))
+        refused(r"`Run.(draws|advance)`: This run is closed", use)
+    refused(rule + "2", lambda: begin(tmp_path).draws(DRAWS, thin=2))
+    rule = r"`sample\(thin=...\)` must be 3, as for .*, got 2"
+    refused(rule, runs.run, tmp_path, thin=2)
+    rule = r"`sample\(num_warmup=...\)` must be 2, as in .*, got 5"
+    refused(rule, runs.run, tmp_path, num_warmup=5)
+    rule = r"`Run\(batches=...\)` must be a list, which is .* 3 batc"
+    refused(rule, lambda: begin(batches=iter(regression()[:3])).advance(4))
+    refused(rule, lambda: next(begin(batches=iter(regression()[:3])).draws(2, thin=4)))
+    runs.warned("^`Run`: `sampler` is an optimizer", begin, sampler=optax.sgd(0.1))

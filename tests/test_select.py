@@ -1,7 +1,9 @@
 """The choice among samplers and optimizers, where the posterior is known."""
 
+import os
 import re
-import signal
+from pathlib import Path
+from signal import SIGINT
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import Crash, stub
+from runs import Crash, Exploring, Watched, at, refused, send, stub
 from scipy.special import logsumexp
 from scipy.stats import norm
 
@@ -44,33 +46,25 @@ def sgld(size: float):
     return optax_smile.sgld(size, num_data=NUM_DATA, key=jax.random.key(1))
 
 
-CANDIDATES = {"still": sgld(1e-8), "sgld": sgld(5e-4), "sgd": optax.sgd(2e-3), "bad": sgld(1e3)}
-# The sampler is not the point.
-TWO = {"still": stub(1e-8), "sgld": stub(0.05, noise=0.1)}
+# The sampler is not the point, but where a chain breaks.
+TWO = {"still": stub(1e-8), "noisy": stub(0.05, noise=0.1)}
+CANDIDATES = TWO | {"sgd": optax.sgd(2e-3), "bad": sgld(1e3)}
 
 
-class Batches:
+def batches(stop_at: int | None = None):
     """One batch in each pass; Ctrl-C while so many are read."""
-
-    def __init__(self, stop_at: int | None = None):
-        self.number, self.stop_at = 0, stop_at
-
-    def __iter__(self):
-        self.number += 1
-        if self.number == self.stop_at:
-            signal.raise_signal(signal.SIGINT)
-        yield TRAIN
+    return Watched([TRAIN], at(stop_at or -1, send(SIGINT)))
 
 
 def find(candidates: Any, /, loss: Any = mean_loss, **changes) -> Selection:
     given: dict[str, Any] = {"likelihood": "gaussian", "key": 0, "progress": False, **BUDGET}
-    given |= {"params": START, "apply_fn": apply_fn, "validation": VALID, "batches": Batches()}
+    given |= {"params": START, "apply_fn": apply_fn, "validation": VALID, "batches": batches()}
     return optax_smile.select(loss, candidates=candidates, **given | changes)
 
 
 def sample(sampler: Any, **changes):
     given: dict[str, Any] = BUDGET | {"key": 0, "progress": False} | changes
-    return optax_smile.sample(mean_loss, START, Batches(), sampler, **given)
+    return optax_smile.sample(mean_loss, START, batches(), sampler, **given)
 
 
 def slow_density(draws: np.ndarray) -> np.ndarray:
@@ -90,13 +84,12 @@ def short():
 
 
 def test_the_best_is_chosen_and_runs_as_in_sample(selection):
-    assert selection.best == "sgld" and selection.num_steps.tolist() == [18, 36, 72, 144]
-    assert selection.names == ("still", "sgld", "sgd", "bad") and selection.total_steps == 270
-    draws = sample(sgld(5e-4))
+    assert selection.best == "noisy" and selection.num_steps.tolist() == [18, 36, 72, 144]
+    assert selection.names == ("still", "noisy", "sgd", "bad") and selection.total_steps == 270
+    draws = sample(TWO["noisy"])
     np.testing.assert_array_equal(selection.draws.params, draws.params)
     for name, values in draws.trace.items():
         np.testing.assert_array_equal(selection.draws.trace[name], values)
-    assert selection.draws.settings == draws.settings
     # One is dropped after 18 steps, two after 36.
     assert selection.cost == (18 + 2 * 36) / 270
     density = slow_density(draws.params.reshape(-1, 3))
@@ -109,7 +102,7 @@ def test_rounds_are_judged_by_draws_of_their_last_half_and_projected(selection):
     assert selection.lppd[0, 3] == -np.inf and np.isnan(selection.standard_error[0, 3])
     with pytest.warns(UserWarning, match="is an optimizer"):
         sgd = sample(optax.sgd(2e-3), num_warmup=0, num_draws=36, thin=1)
-    draws = sample(sgld(5e-4), num_warmup=0, num_draws=36, thin=1), sgd
+    draws = sample(TWO["noisy"], num_warmup=0, num_draws=36, thin=1), sgd
     for row, end in enumerate(selection.num_steps[:2].tolist()):
         # The first step at or after each of 16 times.
         steps = np.unique(np.ceil(end / 2 * (1 + np.arange(1, 17) / 16)).astype(int))
@@ -140,21 +133,19 @@ def test_the_table_has_all_names(selection):
     table, notes = str(selection).split("\n\n")
     head, *rows = (line.split() for line in table.splitlines())
     assert head == "steps candidate LPPD projected below best error".split()
-    assert rows[0][:2] == ["0", "start"] and rows[-1][:2] == ["270", "sgld"]
+    assert rows[0][:2] == ["0", "start"] and rows[-1][:2] == ["270", "noisy"]
     assert [row[0] for row in rows if row[0].isdigit()] == ["0", "18", "36", "72", "144", "270"]
-    assert len(rows) == 1 + 4 + 3 + 1 + 1 + 1
     below = [float(row[-2]) for row in rows[1:4]]
-    assert below[0] == 0 and below == sorted(below)
+    assert len(rows) == 1 + 4 + 3 + 1 + 1 + 1 and below[0] == 0 and below == sorted(below)
     assert rows[4] == ["bad", "-inf", "-inf", "inf", "-"]
     assert notes.splitlines() == [
-        "Chosen: sgld. The others used 0.33 times its gradients.",
+        "Chosen: noisy. The others used 0.33 times its gradients.",
         "-inf: chains or predictions became non-finite.",
     ]
     assert "No better than the start" in str(selection._replace(start_lppd=0.0))
 
 
 def test_an_optimizer_may_be_alone_or_the_best(tmp_path):
-    """It is named as one, and neither warns nor has rounds."""
     found = find({"sgd": optax.sgd(0.05)}, directory=tmp_path, **SHORT)
     assert found.best == "sgd" and found.cost == 0 and found.lppd.shape == (0, 1)
     assert "It is an optimizer" in str(found)
@@ -172,70 +163,74 @@ def equal(got: Selection, expected: Selection):
 
 
 # Each reads 18 batches in the first round.
-@pytest.mark.parametrize("stop_at, told", [(5, "5 .*still"), (30, "12 .*sgld")])
-def test_a_stopped_selection_goes_on_to_the_same_result(tmp_path, short, stop_at, told):
-    rule = f"^`select` was stopped by SIGINT after {told}: repeat the call"
+def test_a_stopped_selection_goes_on_to_the_same_result(tmp_path, short):
+    rule = "^`select` was stopped by SIGINT after 12 .*noisy: repeat the call"
     with pytest.raises(KeyboardInterrupt, match=rule):
-        find(TWO, directory=tmp_path, batches=Batches(stop_at), **SHORT)
+        find(TWO, directory=tmp_path, batches=batches(18 + 12), **SHORT)
     equal(find(TWO, directory=tmp_path, **SHORT), short)
 
 
 def test_a_selection_stopped_after_the_choice_returns_its_draws(tmp_path, short):
-    assert short.best == "sgld" and short.num_steps.tolist() == [18, 36]
+    assert short.best == "noisy" and short.num_steps.tolist() == [18, 36]
     # In the later round of the chosen one, whose first draw is after 33 steps.
     with pytest.warns(UserWarning, match="^`select` was stopped by .* and 1 draw ") as told:
-        found = find(TWO, directory=tmp_path, batches=Batches(18 + 35), **SHORT)
+        found = find(TWO, directory=tmp_path, batches=batches(18 + 35), **SHORT)
     assert told[0].filename == __file__ and found.interrupted == "SIGINT"
-    assert found.best == "sgld" and found.num_steps.tolist() == [18] and np.isfinite(found.cost)
+    assert found.best == "noisy" and found.num_steps.tolist() == [18] and np.isfinite(found.cost)
     with pytest.warns(UserWarning, match="^`select` was stopped by .* and 7 draws"):
-        assert find(TWO, directory=tmp_path, batches=Batches(53), **SHORT).draws.num_draws == 7
+        assert find(TWO, directory=tmp_path, batches=batches(53), **SHORT).draws.num_draws == 7
     equal(find(TWO, directory=tmp_path, **SHORT), short)
     # All is there: no step is done, and no file changes.
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("draw-*")}
     equal(find(TWO, directory=tmp_path, **SHORT), short)
     assert files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("draw-*")}
-    draws = optax_smile.load_snapshots(tmp_path / "sgld", like=START[0])
+    draws = optax_smile.load_snapshots(tmp_path / "noisy", like=START[0])
     np.testing.assert_array_equal(draws.params, short.draws.params)
 
 
 # The file of the first round; a draw for the score, where the newest checkpoint is older.
-@pytest.mark.parametrize("place, call", [("write", 1), ("draw", 9 + 8)])
-def test_a_killed_selection_goes_on_to_the_same_result(tmp_path, short, monkeypatch, place, call):
-    calls = []
+@pytest.mark.parametrize("name, call", [("rounds.json", 1), ("round.safetensors", 9 + 8)])
+def test_a_killed_selection_goes_on_to_the_same_result(tmp_path, short, monkeypatch, name, call):
+    replace, calls = os.replace, []
 
-    def killed(function, this, *arguments):
-        if place == "draw" or this.name == "rounds.json":
-            calls.append(this)
-            if len(calls) == call:
-                raise Crash
-        return function(this, *arguments)
+    def killed(source, target):
+        calls.append(Path(target).name == name)
+        if calls[-1] and sum(calls) == call:
+            raise Crash
+        replace(source, target)
 
-    owner, name = selecting._disk, "write_json"
-    if place == "draw":
-        owner, name = selecting._Run, "last_accepted"
     with monkeypatch.context() as patch, pytest.raises(Crash):
-        function = getattr(owner, name)
-        patch.setattr(owner, name, lambda *arguments: killed(function, *arguments))
+        patch.setattr(os, "replace", killed)
         find(TWO, directory=tmp_path, **SHORT)
     equal(find(TWO, directory=tmp_path, **SHORT), short)
 
 
 def test_the_directory_of_another_selection_is_refused(tmp_path):
-    candidates = {"still": sgld(1e-8), "sgd": optax.sgd(0.05)}
+    candidates = TWO | {"sgd": optax.sgd(0.05)}
     found = find(candidates, directory=tmp_path, **SHORT)
     again = dict(reversed(candidates.items()))
-    assert find(again, directory=tmp_path, **SHORT).best == found.best == "sgd"
+    assert find(again, directory=tmp_path, **SHORT).best == found.best
 
     def refuse(rule: str, others: Any = candidates, **changes):
         with pytest.raises(ValueError, match=rf"^`select\(directory=...\)` must be {rule}"):
             find(others, directory=tmp_path, **SHORT | changes)
 
-    refuse("new, or hold a selection", {"still": sgld(1e-8), "other": optax.sgd(0.05)})
-    refuse("new, or hold a selection", {"still": sgld(1e-7), "sgd": optax.sgd(0.05)})
+    other = optax_smile.sgld(1e-7, num_data=NUM_DATA, key=0)
+    refuse("new, or hold a selection", candidates | {"other": optax.sgd(0.05)})
+    refuse("new, or hold a selection", candidates | {"still": other})
     refuse("new, or hold a selection", num_draws=20)
     refuse("new, or hold a selection", validation=(VALID[0], VALID[1] + 1))
+    # Damaged files are named.
+    rounds, generator = tmp_path / "rounds.json", np.random.default_rng(0)
+    intact = rounds.read_bytes()
+    for number in range(8):
+        # Behind them, the last digits of scores may make no difference.
+        place = int(generator.integers(100))
+        flipped = bytes([intact[place] ^ 1 << number % 5])
+        changed = intact[:place] + flipped + intact[place + 1 :], intact[:place]
+        rounds.write_bytes(changed[number % 2])
+        refused(f"The file {rounds} is damaged", find, candidates, directory=tmp_path, **SHORT)
     # The run of somebody else is not taken for what a round has found.
-    rounds = tmp_path / "rounds.json"
     rounds.unlink()
     refuse(".* with a run of 60 steps")
     rounds.unlink()
@@ -244,45 +239,27 @@ def test_the_directory_of_another_selection_is_refused(tmp_path):
         find(candidates, directory=tmp_path, **SHORT)
 
 
-def test_a_damaged_file_of_the_rounds_is_named(tmp_path):
-    rounds, generator = tmp_path / "rounds.json", np.random.default_rng(0)
-    scores = [{"a": Score([-1.5, -2.25], [-1.25, -2.0])}]
-    selecting._disk.write_json(rounds, {"rounds": [18], "found": scores})
-    assert selecting._read(tmp_path, {"rounds": [18]}) == scores
-    intact = rounds.read_bytes()
-    for number in range(60):
-        at = int(generator.integers(len(intact)))
-        flipped = bytes([intact[at] ^ 1 << number % 8])
-        changed = intact[:at] + flipped + intact[at + 1 :], intact[:at]
-        rounds.write_bytes(changed[number % 2])
-        with pytest.raises(ValueError, match=f"The file {rounds} is damaged"):
-            selecting._read(tmp_path, {"rounds": [18]})
-
-
 @pytest.mark.parametrize("number", (2, 3, 11))
-@pytest.mark.parametrize(
-    "num_warmup, num_draws, thin, cost", [(1_001, 40, 50, 1 / 3), (0, 10_000, 1, 0.8)]
-)
-def test_dropped_candidates_take_a_share_of_the_steps(number, num_warmup, num_draws, thin, cost):
-    num_steps, left, total = num_warmup + num_draws * thin, number, 0
-    rounds = selecting._Plan(num_warmup, num_draws, thin, 1).rounds(number, cost)
-    for end, dropped in rounds:
-        assert (end - num_warmup) % thin == 0
-        # The last decides among three or fewer.
-        assert dropped == (left - 1 if left <= 3 else left - max(left // 2, 3))
-        assert not dropped or 0 < end <= num_steps * cost
-        left, total = left - dropped, total + dropped * end
-    assert left == 1 and abs(total - num_steps * cost) <= number * thin
-    ends = np.array([end for end, _ in rounds])
-    assert np.all(abs(2 * ends[:-1] - ends[1:]) <= 2 * thin)
-    assert num_steps / 2 - thin <= ends[-1] < num_steps
+def test_dropped_candidates_take_a_share_of_the_steps(number):
+    for num_warmup, num_draws, thin, cost in ((1_001, 40, 50, 1 / 3), (0, 10_000, 1, 0.8)):
+        num_steps, left, total = num_warmup + num_draws * thin, number, 0
+        rounds = selecting._Plan(num_warmup, num_draws, thin, 1).rounds(number, cost)
+        for end, dropped in rounds:
+            assert (end - num_warmup) % thin == 0
+            # The last decides among three or fewer.
+            assert dropped == (left - 1 if left <= 3 else left - max(left // 2, 3))
+            assert not dropped or 0 < end <= num_steps * cost
+            left, total = left - dropped, total + dropped * end
+        assert left == 1 and abs(total - num_steps * cost) <= number * thin
+        ends = np.array([end for end, _ in rounds])
+        assert np.all(abs(2 * ends[:-1] - ends[1:]) <= 2 * thin)
+        assert num_steps / 2 - thin <= ends[-1] < num_steps
 
 
 def judged(lppd: float) -> Score:
     """Of 100 inputs; the standard error of a difference is about .014."""
     noise = 0.1 * np.random.default_rng(abs(hash(lppd)) % 2**32).normal(size=100)
-    density = (lppd + noise - noise.mean()).tolist()
-    return Score(density, density)
+    return Score(*2 * [(lppd + noise - noise.mean()).tolist()])
 
 
 def test_the_gain_of_twice_as_many_draws():
@@ -305,24 +282,23 @@ COLD, AROUND = BAYES | {"temperature": 0.1}, BAYES | {"prior_mean": "start"}
 
 def test_among_equals_the_cheaper_then_the_posterior_then_the_better_is_chosen():
     # Within a standard error, then beyond it, where nothing else counts.
-    for winner, first, of_first, of_second in (
-        ("a", -0.905, BAYES, COSTLY),
-        ("a", -0.905, BAYES, COLD),
-        ("a", -0.905, BAYES, AROUND),
+    for winner, first, *settings in (
+        *(("a", -0.905, BAYES, other) for other in (COSTLY, COLD, AROUND)),
         ("b", -0.905, BAYES, BAYES),
         ("a", -0.905, {}, COSTLY),
-        ("b", -1, BAYES, COSTLY),
-        ("b", -1, BAYES, COLD),
+        *(("b", -1, BAYES, other) for other in (COSTLY, COLD)),
         ("b", -np.inf, BAYES, COSTLY),
     ):
-        found, settings = {"a": judged(first), "b": judged(-0.9)}, {"a": of_first, "b": of_second}
-        assert selecting._survivors(found, 1, settings) == [winner], (first, settings)
+        found = {"a": judged(first), "b": judged(-0.9)}
+        got = selecting._survivors(found, 1, dict(zip("ab", settings, strict=True)))
+        assert got == [winner], (first, settings)
     # The error of a single input is unknown.
     single = {"a": Score([-0.905], [-0.905]), "b": Score([-0.9], [-0.9])}
     assert selecting._survivors(single, 1, {"a": BAYES, "b": COSTLY}) == ["b"]
     # Before the last round, only the score counts.
-    found = {"d": judged(-3), "c": judged(-2), "b": judged(-0.9), "a": judged(-0.905)}
-    found["e"], settings = judged(-np.inf), dict.fromkeys("abcde", BAYES) | {"b": COSTLY}
+    lppd = {"d": -3, "c": -2, "b": -0.9, "a": -0.905, "e": -np.inf}
+    found, settings = {x: judged(y) for x, y in lppd.items()}, dict.fromkeys("abcde", BAYES)
+    settings["b"] = COSTLY
     assert selecting._survivors(found, 3, settings) == ["b", "a", "c"]
     assert selecting._survivors(found, 1, settings) == ["a"]
 
@@ -332,17 +308,17 @@ def test_a_finalist_takes_the_place_of_one_that_overfits_after_it_was_chosen(tmp
         """Learn quickly, but move away from the data after 50 steps."""
         return jnp.where(step < 50, 0.03, -0.05)
 
-    candidates = {"sgd": optax.sgd(rate), "sgld": sgld(2e-4), "still": sgld(1e-8)}
+    candidates = {"sgd": optax.sgd(rate), "noisy": stub(0.02, noise=0.1), "still": TWO["still"]}
     found = find(candidates)
     chosen, *later = (np.isfinite(found.lppd[row]).tolist() for row in range(len(found.num_steps)))
     assert found.num_steps.tolist() == [45, 90, 180] and all(chosen)
     assert np.nanargmax(found.projected[0]) == 0 and later[0] == [True, True, False]
-    assert found.best == "sgld" and later[1] == [False, True, False]
-    np.testing.assert_array_equal(found.draws.params, sample(sgld(2e-4)).params)
+    assert found.best == "noisy" and later[1] == [False, True, False]
+    np.testing.assert_array_equal(found.draws.params, sample(candidates["noisy"]).params)
     assert found.cost == (90 + 45) / 270
     # Stopped while the other one runs again, and the one that led has no draw.
     with pytest.raises(KeyboardInterrupt, match="and 0 draws per chain"):
-        find(candidates, directory=tmp_path, batches=Batches(3 * 45 + 45 + 20))
+        find(candidates, directory=tmp_path, batches=batches(3 * 45 + 45 + 20))
     equal(find(candidates, directory=tmp_path), found)
 
 
@@ -366,9 +342,8 @@ def test_scores_of_tokens_of_impossible_targets_and_of_broken_chains():
     labels = np.where(np.arange(6) < 5, GENERATOR.integers(0, 4, (5, 6)), -1)
 
     def joined(rows, before: Any = -np.inf):
-        predictor = optax_smile.Predictor(
-            lambda params, x: params[x], np.arange(5), likelihood="tokens", targets=labels
-        )
+        given: dict[str, Any] = {"likelihood": "tokens", "targets": labels}
+        predictor = optax_smile.Predictor(lambda params, x: params[x], np.arange(5), **given)
         for row in rows:
             predictor.update(row)
         return selecting._log_sum(np.asarray(before), predictor)
@@ -377,16 +352,17 @@ def test_scores_of_tokens_of_impossible_targets_and_of_broken_chains():
     taken = np.take_along_axis(log_p, np.maximum(labels, 0)[None, ..., None], axis=-1)[..., 0]
     expected = np.log(np.exp(taken).mean(axis=0))[:, :5].mean(axis=1)
     none, (first, second), bad = np.array(-np.inf), outputs, np.full_like(outputs[0], np.nan)
+    one = joined([first])
     # Together, one after the other, and in two halves.
     for counts, sums in (
         ((2, 0), (joined(outputs), none)),
-        ((0, 2), (none, joined([second], joined([first])))),
-        ((1, 1), (joined([first]), joined([second]))),
+        ((0, 2), (none, joined([second], one))),
+        ((1, 1), (one, joined([second]))),
     ):
         got = selecting._projected(counts, sums, 0.0)
         np.testing.assert_allclose(got.density, expected, rtol=1e-5, atol=1e-6)
     # NaN of any draw is never forgotten, in whichever part it is.
-    one, broken = joined([first]), joined([bad])
+    broken = joined([bad])
     for sums in ((joined([first], broken), none), (broken, one), (one, broken)):
         assert selecting._projected((1, 1), sums, 1.0) == ([-np.inf], [-np.inf])
 
@@ -414,8 +390,7 @@ def test_a_score_of_tokens_and_its_standard_error_count_tokens_not_inputs():
 
 def test_what_does_not_fit_is_refused_before_the_first_step():
     def refuse(rule: str, candidates: Any, **changes):
-        with pytest.raises(ValueError, match=rf"^`select\({rule}"):
-            find(candidates, **changes)
+        refused(rf"^`select\({rule}", find, candidates, **SHORT | changes)
 
     for name in ("", "..", "a/b", "a\0", 3, "rounds.json"):
         rule = r"candidates=...\)` must be a dict .* by name, a valid folder name, got"
@@ -433,20 +408,22 @@ def test_what_does_not_fit_is_refused_before_the_first_step():
     refuse(rule, {"a": sgld(1e3), "b": sgld(1e4)})
 
 
+class Never(Exploring):
+    def stats(self):
+        return super().stats()._replace(is_draw=self.num_gradients > 190)
+
+
 @pytest.mark.filterwarnings("ignore:`select` kept")
-@pytest.mark.parametrize("num_cycles, scored", [(27, 7), (1, 1)])
-def test_points_of_exploration_do_not_score(monkeypatch, num_cycles, scored):
-    """Cycles of 10 steps explore for 8; a cycle as long as the run has no draw in the rounds."""
-    cyclical: Any = optax_smile.cyclical_sgld(
-        1e-4, num_data=NUM_DATA, total_steps=270, num_cycles=num_cycles, exploration=0.8, key=0
-    )
+@pytest.mark.parametrize("kind, scored", [(Exploring, 12), (Never, 1)])
+def test_points_of_exploration_do_not_score(monkeypatch, kind, scored):
+    """Unless there is no draw in a round."""
     seen, look = [], optax_smile.Run.last_accepted
 
     def watched(run):
         seen.append((run.num_steps, bool(run.stats["is_draw"].all())))
         return look(run)
 
-    monkeypatch.setattr(selecting._Run, "last_accepted", watched)
-    selection = find({"cyclical": cyclical, "other": cyclical})
+    monkeypatch.setattr(optax_smile.Run, "last_accepted", watched)
+    selection = find(dict.fromkeys("ab", stub(kind=kind)))
     first = [is_draw for step, is_draw in seen if step <= selection.num_steps[0]]
     assert len(first) == 2 * scored and all(first) == (scored > 1)

@@ -79,7 +79,7 @@ def test_a_run_stops_if_more_draws_gain_little():
         mean = np.einsum("nd,cd->cn", x, chains["w"]) + chains["b"][:, None]
         return np.logaddexp.reduce(norm.logpdf(y, mean), axis=0) - math.log(len(mean))
 
-    run = optax_smile.Run(runs.mean_loss, runs.start(), runs.regression(), runs.noisy(), key=0)
+    run = optax_smile.Run(runs.mean_loss, runs.start(), runs.regression(), runs.stub(0.02), key=0)
     run.advance(20)
     given = {"num_draws": 12, "thin": 2, "every": 2, "tolerance": 0.2}
     assert sample_until_settled(run, density, **given) == run.num_draws == 2

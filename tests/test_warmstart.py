@@ -12,10 +12,9 @@ import numpy as np
 import optax
 import pytest
 import runs
-from runs import Crash, crash, send
+from runs import Crash, crash, refused, send, warned
 
 import optax_smile
-from optax_smile.draws import _format
 
 TARGET = jnp.array([1.0, -2.0])
 
@@ -44,9 +43,12 @@ def test_members_start_apart_and_converge():
     begun = train([TARGET], num_epochs=1)["w"]
     assert np.ptp(begun, axis=0).min() > 0.1
     np.testing.assert_allclose(train([TARGET])["w"], jnp.tile(TARGET, (3, 1)), atol=1e-4)
+    given = {"init": lambda key: {"w": jnp.zeros(2)}, "num_epochs": 1}
     sgld = optax_smile.sgld(0.01, num_data=10, key=0)
-    noisy = train([TARGET], init=lambda key: {"w": jnp.zeros(2)}, optimizer=sgld, num_epochs=2)
-    assert len(np.unique(noisy["w"], axis=0)) == 3
+    assert len(np.unique(train([TARGET], optimizer=sgld, **given)["w"], axis=0)) == 3
+    told = r"^`warmstart`: `init_fn` returned the same parameters for members \[0, 1, 2\]\."
+    warned(told, train, [TARGET], **given)
+    train([TARGET], num_members=1, **given)
 
 
 def test_a_loader_may_use_its_memory_again():
@@ -75,13 +77,6 @@ def test_the_bar_says_why_a_training_ends_early(capsys):
         assert re.search(end, last) and ("smaller" in last) == (number == 50)
 
 
-def test_members_of_the_same_initial_parameters_are_told():
-    told = r"^`warmstart`: `init_fn` returned the same parameters for members \[0, 1, 2\]\."
-    with pytest.warns(UserWarning, match=told):
-        train([TARGET], init=lambda key: {"w": jnp.zeros(2)}, num_epochs=1)
-    train([TARGET], init=lambda key: {"w": jnp.zeros(2)}, num_epochs=1, num_members=1)
-
-
 def test_best_weights_of_each_member_by_validation():
     """The optimizer walks past the validation optimum: members cross it at different epochs."""
     arguments = {"validation": jnp.full(2, 3.0), "num_epochs": 100, "patience": 5}
@@ -101,7 +96,7 @@ def test_batches_that_do_not_suffice():
     def with_aux(params, batch, aux):
         return 0.0, aux
 
-    def wider(params, batch, aux):
+    def wide(params, batch, aux):
         return 0.0, jnp.zeros(2)
 
     for batches, arguments, message in (
@@ -110,15 +105,10 @@ def test_batches_that_do_not_suffice():
         ([TARGET * jnp.nan], {"num_epochs": 1}, r"loss_fn=...\)` must be .* members \[0, 1, 2\]"),
         ([TARGET], {"validation": {"w": TARGET}}, r"validation=...\)` must be "),
         ([TARGET], {"validation": TARGET * jnp.nan}, r"validation=...\)` must be finite, got nan"),
-        (
-            [TARGET],
-            {"aux": jnp.ones(3), "loss": wider},
-            r"`new_aux` like `aux`, \(\), got \(2,\)\.",
-        ),
+        ([TARGET], {"aux": jnp.ones(3), "loss": wide}, r"`new_aux` like `aux`, \(\), got \(2,\)\."),
         ([TARGET], {"aux": jnp.zeros(2), "loss": with_aux}, r"aux=...\)` .* axis of 3 members"),
     ):
-        with pytest.raises(ValueError, match=rf"`warmstart\(.*{message}"):
-            train(batches, **arguments)
+        refused(rf"`warmstart\(.*{message}", train, batches, **arguments)
 
 
 ROWS = [TARGET, TARGET + 0.3, TARGET - 0.2]
@@ -169,7 +159,7 @@ def test_a_training_in_pieces_gives_the_bits_of_one_in_one_go(in_one_go, tmp_pat
     crash_in(3)
     train_long(Batches(), directory=tmp_path, num_epochs=4)
     crash_in(6, checkpoint_minutes=60)
-    assert max(_format.find_checkpoints(tmp_path)) == 4
+    assert max(runs.checkpoints_in(tmp_path)) == 4
     crash_in(9)
     assert_same_bits(train_long(rest, directory=tmp_path), expected)
     assert rest.passes == epochs  # those before are read again
@@ -202,21 +192,18 @@ def test_a_signal_ends_the_training_after_the_epoch(in_one_go, tmp_path):
     slow = partial(train_long, checkpoint_minutes=60)
     with pytest.raises(KeyboardInterrupt, match="by SIGTERM after .* repeat the call"):
         slow(terminated := Batches(3, send(SIGTERM)), directory=tmp_path / "SIGTERM")
-    with pytest.warns(
-        UserWarning, match=r"by SIGTERM after 3 of at most 40 epochs\. To be able to"
-    ):
+    told = "after 3 of at most 40 epochs. "
+    with pytest.warns(UserWarning, match=f"by SIGTERM {told}To be able to"):
         alone = slow(Batches(3, send(SIGTERM)))
-    with pytest.warns(
-        UserWarning, match=r"stopped by SIGINT after 3 of at most 40 .* repeat the call to resume\."
-    ):
+    with pytest.warns(UserWarning, match=f"stopped by SIGINT {told}.*repeat the call to resume."):
         got = slow(interrupted := Batches(3, send(SIGINT)), directory=tmp_path / "SIGINT")
     with pytest.raises(KeyboardInterrupt):
         train_long(Batches(3, send(SIGINT, SIGINT)), directory=tmp_path / "twice")
     assert [getsignal(number) for number in (SIGINT, SIGTERM)] == before
     assert terminated.passes == interrupted.passes == 3
     expected = train_long(Batches(), num_epochs=3)
-    assert_same_bits(got, expected)
-    assert_same_bits(alone, expected)
+    for members in (got, alone):
+        assert_same_bits(members, expected)
     for name in ("SIGTERM", "SIGINT", "twice"):
         assert_same_bits(train_long(Batches(), directory=tmp_path / name), in_one_go[0])
 
@@ -240,11 +227,7 @@ def test_a_chain_for_each_of_the_weights_if_they_fit_together():
             {},
             r"weights=...\)` must be floating-point parameters, got int",
         ),
-        (
-            [one],
-            {"jitter": 0.1},
-            r"key=...\)` must be a single JAX key.* for the jitter that separates",
-        ),
+        ([one], {"jitter": 0.1}, r"key=...\)` must be a single JAX key.* jitter that separates"),
     ):
         given: dict[str, Any] = arguments
         with pytest.raises(ValueError, match=rf"`chains_from_weights\({message}"):
@@ -252,7 +235,6 @@ def test_a_chain_for_each_of_the_weights_if_they_fit_together():
 
 
 def test_chains_from_equal_weights_start_apart():
-    """One network, the same one twice, zeros, zeros and others."""
     for weights, num_chains in (
         ([{"w": np.ones(3), "b": np.zeros(2)}], 4),
         ([{"w": np.ones(3)}, {"w": np.full(3, 2.0)}, {"w": np.ones(3)}], None),
@@ -276,17 +258,17 @@ def test_jitter_is_relative_to_each_array_of_each_chain():
     weights = [one, jax.tree.map(lambda x: 100 * x, one)]
     given: dict[str, Any] = {"num_chains": 4, "jitter": 0.01, "key": jax.random.key(0)}
     chains: Any = optax_smile.chains_from_weights(weights, **given)
-    for name in ("w", "v"):
-        for chain in range(4):
-            start = weights[chain % 2][name]
-            noise = np.asarray(chains[name][chain] - start) / abs(start[0])
-            # Five standard errors of a standard deviation and of a mean.
-            assert abs(noise.std() / 0.01 - 1) < 5 / np.sqrt(2 * size)
-            assert abs(noise.mean() / 0.01) < 5 / np.sqrt(size)
+    noise = {
+        name: np.stack([chains[name][i] / abs(weights[i % 2][name][0]) for i in range(4)])
+        - np.sign(one[name][0])
+        for name in ("w", "v")
+    }
+    rows = np.concatenate([*noise.values()])
+    # Five standard errors of a standard deviation, of a mean and of a correlation.
+    assert np.all(abs(rows.std(axis=1) / 0.01 - 1) < 5 / np.sqrt(2 * size))
+    assert np.all(abs(rows.mean(axis=1) / 0.01) < 5 / np.sqrt(size))
+    assert np.all(abs(np.corrcoef(rows) - np.eye(8)) < 5 / np.sqrt(size))
     np.testing.assert_array_equal(chains["zero"], np.zeros((4, size)))
-    for one, other in ((0, 2), (1, 3)):
-        assert np.abs(chains["w"][one] - chains["w"][other]).min() > 0
-    assert abs(np.corrcoef(chains["w"][0], chains["v"][0])[0, 1]) < 5 / np.sqrt(size)
 
 
 def test_auxiliary_state_is_that_of_the_best_epoch_and_keys_are_fresh():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy.special
 from jax.sharding import AxisType
+from runs import refused
 
 import optax_smile
 
@@ -28,12 +29,6 @@ def apply_fn(params: Any, inputs) -> Any:
 def make_mesh(kind, *shape):
     names = ("chain", "data", "model")[: len(shape)]
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
-
-
-def classify(mesh, **arguments):
-    snapshots = optax_smile.Snapshots({"w": WEIGHTS})
-    given: dict[str, Any] = {"likelihood": "categorical", "targets": LABELS, "mesh": mesh}
-    return optax_smile.predict(apply_fn, snapshots, INPUTS, **given, **arguments)
 
 
 def density(probabilities):
@@ -67,7 +62,10 @@ def test_on_a_mesh(shape, kind, per, axis):
     predictor = optax_smile.Predictor(
         apply_fn, INPUTS, mesh=mesh, specs=specs, per=per, num_chains=CHAINS, **given
     )
-    for count, params in enumerate(optax_smile.Snapshots({"w": WEIGHTS}), start=1):
+    # Arrays may change while they wait.
+    params = {"w": np.empty_like(WEIGHTS[0, 0])}
+    for count, draw in enumerate(optax_smile.Snapshots({"w": WEIGHTS}), start=1):
+        params["w"][:] = draw["w"]
         predictor.update(params)
         if count in (4, 20):
             assert_average(predictor.finalize(), IN_ORDER[:count])
@@ -79,19 +77,8 @@ def test_on_a_mesh(shape, kind, per, axis):
         np.testing.assert_allclose(got.each.log_density, density(each), rtol=1e-5, atol=1e-4)
 
 
-def test_arrays_may_change_while_they_wait():
-    mesh = make_mesh(AUTO, 4, 1)
-    predictor = optax_smile.Predictor(apply_fn, INPUTS, likelihood="categorical", mesh=mesh)
-    params = {"w": np.empty_like(WEIGHTS[0, 0])}
-    for weights in WEIGHTS[0, :6]:
-        params["w"][:] = weights
-        predictor.update(params)
-    expected = PROBABILITIES[0, :6].mean(0)
-    np.testing.assert_allclose(predictor.finalize().mean, expected, atol=1e-5)
-
-
 def test_chains_that_do_not_divide_over_the_rows():
-    with pytest.raises(
-        ValueError, match=r"`predict\(mesh=...\)` must be .* divides the number of chains, 4"
-    ):
-        classify(make_mesh(AUTO, 8), per="chain")
+    given = apply_fn, optax_smile.Snapshots({"w": WEIGHTS}), INPUTS
+    options: dict[str, Any] = {"likelihood": "categorical", "mesh": make_mesh(AUTO, 8)}
+    rule = r"`predict\(mesh=...\)` must be .* divides the number of chains, 4"
+    refused(rule, optax_smile.predict, *given, **options, per="chain")

@@ -17,7 +17,6 @@ import runs
 from test_injections import INPUTS, MAKE, NUM_DATA, START, TARGETS, mean_loss
 
 import optax_smile
-from optax_smile.stages import evidence
 
 MOST = np.iinfo(np.int32).max
 # As after so many gradients; 0 leaves the counters as they are.
@@ -26,6 +25,8 @@ COUNTS = (0, 2**24 - 1_000, MOST - 1_000)
 OTHERS = ("nonfinite_run", "energy_level", "drift_index", "num_in_window", "window")
 OTHERS += ("num_altered", "num_compared", "num_read")
 ARRIVED, BATCH = 5_000, 20
+# An average is over this share of all numbers, and never over more than so many.
+SHARE, LONGEST_AVERAGE = 0.25, 2**22
 NAMES = ("psmile", "published.psmile", "psgld", "scale_adapted_sghmc")
 
 
@@ -87,7 +88,7 @@ def test_counters(name, full, record):
     # An average over n numbers goes 1 - exp(-steps / n) of the way to what is twice as large.
     before, after = (optax.tree.get(x.unpack(), "mean_turn_rate") for x in (before, after))
     for one, count in zip([] if after is None else after / before - 1, COUNTS, strict=False):
-        long = min(evidence.SHARE * max(count, ARRIVED), evidence.LONGEST_AVERAGE)
+        long = min(SHARE * max(count, ARRIVED), LONGEST_AVERAGE)
         share = -math.expm1(-num_steps / long) if count else 1
         assert 0.5 * share < one < 1.5 * share, (count, one, share)
     record("counters near 2^24 and 2^31", of=name, cases=len(COUNTS), silent=0, raw=0, lost=0)

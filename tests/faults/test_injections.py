@@ -176,7 +176,3 @@ def test_injections(name, full, record):
         assert fault.length > 1 or energies[case] < bound, told
     assert (lost, trapped, silent) == (0, 0, 0)
     record("injections", of=name, cases=len(faults), silent=0, raw=0, lost=0)
-
-
-def test_every_sampler_is_injected():
-    assert set(MAKE) >= set(SAMPLERS)

@@ -1,19 +1,23 @@
 """A run that is killed at any moment loses no draw and ends with the bits of one never killed.
 
-Forms: `sample`, a loop over `Run`, a loop on a mesh of two devices, and one whose start is trained.
-Started as a script this file is the run: `python test_kills.py LIFE COMPILED`.
+Forms: `sample`, a loop over `Run`, `sample` on a mesh of two devices, and a start that is trained.
+Two processes of two devices give the draws of one of four, also where one of them dies. Started as
+a script this file is the run: `python test_kills.py LIFE COMPILED`.
 """
 
+import contextlib
 import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +60,7 @@ WARM_PLACES = {
 class Life(NamedTuple):
     """One process: its form, where it stores, and where it is to die.
 
-    `minutes` between checkpoints, `pause` seconds at every step; without a directory, in memory.
+    `minutes` between checkpoints, `pause` seconds at every batch; without a directory, in memory.
     """
 
     form: str
@@ -65,6 +69,10 @@ class Life(NamedTuple):
     minutes: float = 60
     pause: float = 0
     place: str | None = None
+    # Of several processes their number, the place of this one, and where they meet.
+    number: int = 1
+    process: int = 0
+    address: str = ""
 
     @property
     def folder(self) -> Path:
@@ -72,60 +80,65 @@ class Life(NamedTuple):
         return Path(self.directory)
 
 
-class Batches(list):
-    """Batches that call `tell` at every pass."""
+class Told(list):
+    """Batches that call `tell` before each."""
 
     tell = staticmethod(lambda: None)
 
     def __iter__(self):
-        self.tell()
-        return super().__iter__()
+        for batch in super().__iter__():
+            self.tell()
+            yield batch
 
 
 def noisy_loss(params, batch, *, key):
     x, y = batch
-    x = x + 0.1 * jax.random.normal(key, x.shape)
-    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2) / 2
+    return runs.mean_loss(params, (x + 0.1 * jax.random.normal(key, x.shape), y))
 
 
-def run(life: Life, tell=lambda: None) -> Any:
-    """Draws of one of the forms; `tell` is called at every epoch and draw."""
-    generator = np.random.default_rng(0)
-    x = generator.normal(size=(7, 20, 2)).astype(np.float32)
-    y = (x.sum(axis=-1) + generator.normal(size=(7, 20))).astype(np.float32)
-    batches, mesh = Batches(zip(x, y, strict=True)), None
-    params: Any = {"w": jnp.arange(2.0 * CHAINS).reshape(CHAINS, 2), "b": jnp.zeros(CHAINS)}
-    both: Any = {"stochastic": True, "checkpoint_minutes": life.minutes, "progress": False}
-    if life.form == "warm start":
-        batches.tell = tell
+def run(life: Life, tell=Told.tell) -> Any:
+    """Draws of one of the forms; `tell` is called at every batch."""
+    batches, mesh = Told(runs.regression()), None
+    batches.tell = tell
+    params: Any = {"w": np.arange(2.0 * CHAINS, dtype=np.float32).reshape(CHAINS, 2)}
+    params["b"] = np.zeros(CHAINS, np.float32)
+    both: Any = {"stochastic": True, "checkpoint_minutes": life.minutes, "key": jax.random.key(0)}
+    if life.form.startswith(("mesh", "leave")):
+        # The number of devices that share a batch, if it is not one.
+        shared = int(life.form.removeprefix("mesh") or 1) if "mesh" in life.form else 1
+        devices = jax.devices()[: DEVICES * life.number]
+        shape, auto = (len(devices) // shared, shared), (AxisType.Auto,) * 2
+        mesh = jax.make_mesh(shape, ("chain", "data"), auto, devices=devices)
+    if life.form == "warm start" or life.number > 1 and "mesh" in life.form:
+        epochs = EPOCHS if life.number == 1 else 5
         params = optax_smile.warmstart(
             noisy_loss,
             lambda key: {"w": jax.random.normal(key, (2,)), "b": jnp.zeros(())},
             batches,
             optax.adam(0.01),
-            num_members=CHAINS,
-            num_epochs=EPOCHS,
-            patience=EPOCHS,
-            validation=batches[0],
-            key=jax.random.key(1),
+            **{"num_members": CHAINS, "num_epochs": epochs, "patience": epochs},
+            validation=runs.regression()[0],
             directory=life.directory and life.folder.with_name("start"),
+            progress=False,
+            mesh=mesh,
             **both,
         )
-    if life.form == "mesh":
-        devices = jax.devices()[:DEVICES]
-        mesh = jax.make_mesh((DEVICES,), ("chain",), (AxisType.Auto,), devices=devices)
+    # That of the slow set is real.
     options: Any = {"integrator": "minimal_norm", "decoherence_length": 0.1}
-    sampler = optax_smile.smile(0.02, num_data=140, key=jax.random.key(5), **options)
-    given: Any = {"key": jax.random.key(0), "mesh": mesh, "directory": life.directory, **both}
-    if life.form == "sample":
+    real = optax_smile.smile(0.02, num_data=140, key=jax.random.key(5), **options)
+    start = params, batches, real if life.form == "loop" else runs.stub(0.02)
+    both |= {"directory": life.directory, "mesh": mesh}
+    if life.form == "sample" or "mesh" in life.form:
         steps: Any = {"num_warmup": WARMUP, "num_draws": life.num_draws, "thin": 1}
-        with runs.watching(lambda step, stats: tell()):
-            return optax_smile.sample(noisy_loss, params, list(batches), sampler, **steps, **given)
-    del given["progress"]
-    with optax_smile.Run(noisy_loss, params, list(batches), sampler, **given) as chains:
+        return optax_smile.sample(noisy_loss, *start, progress=False, **steps, **both)
+    leaving = {"leave alone": [0], "leave together": [0, 1]}.get(life.form, [])
+    with optax_smile.Run(noisy_loss, *start, **both) as chains:
         chains.advance(WARMUP)
         for _ in chains.draws(life.num_draws):
-            tell()
+            if chains.num_draws == 3 and jax.process_index() in leaving:
+                break
+        for _ in chains.draws(life.num_draws):
+            pass
         return chains.snapshots()
 
 
@@ -160,6 +173,9 @@ def main(arguments: str, compiled: str):
     life = Life(*json.loads(arguments))
     if life.place is not None:
         die_at(life.place, str(life.folder))
+    if life.number > 1:
+        place = life.address, life.number, life.process
+        jax.distributed.initialize(*place, heartbeat_timeout_seconds=20)
     lines = iter(["running"])
 
     def tell():
@@ -171,30 +187,34 @@ def main(arguments: str, compiled: str):
     print("finished", flush=True)
 
 
-def begin(life: Life, compiled: Path) -> subprocess.Popen:
-    arguments = [__file__, json.dumps(life), str(compiled)]
+def begin(life: Life, compiled: Path, output: Any = subprocess.PIPE) -> subprocess.Popen:
+    command = [sys.executable, __file__, json.dumps(life), str(compiled)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(
-        [sys.executable, *arguments], stdout=subprocess.PIPE, text=True, env=env
-    )
+    errors = None if output is subprocess.PIPE else output
+    return subprocess.Popen(command, stdout=output, stderr=errors, text=True, env=env)
+
+
+def count_draws(life: Life, expected: Any, at_least: int) -> int:
+    """Count stored draws, no fewer than before, and require that each has the right bits."""
+    if not (life.folder / "manifest.json").exists():
+        return 0
+    stored = optax_smile.load_snapshots(life.folder)
+    assert stored.num_draws >= at_least
+    for name, values in stored.params.items() if stored.num_draws else ():
+        wanted = expected.params[name][:, : stored.num_draws]
+        assert (values.dtype, values.tobytes()) == (wanted.dtype, wanted.tobytes())
+    steps = [WARMUP + 1 + draw for draw in range(stored.num_draws)]
+    assert not steps or stored.trace["step"].tolist() == [steps] * CHAINS
+    return stored.num_draws
 
 
 def check_draws(life: Life, expected: Any, at_least: int) -> int:
-    """Require draws 0, 1, ... without a gap, no fewer than before, each with the right bits."""
+    """The same, and that there are files of draws 0, 1, ... without a gap."""
+    number = count_draws(life, expected, at_least)
     files = sorted(path.name for path in life.folder.glob("draw-*"))
     chains = f"chains-00000-{CHAINS - 1:05d}"
-    assert files == [f"draw-{i:08d}.{chains}.safetensors" for i in range(len(files))]
-    assert len(files) >= at_least
-    if not files:
-        return 0
-    stored = optax_smile.load_snapshots(life.folder)
-    assert stored.num_draws == len(files)
-    for name, values in stored.params.items():
-        wanted = expected.params[name][:, : len(files)]
-        assert (values.dtype, values.tobytes()) == (wanted.dtype, wanted.tobytes())
-    steps = [WARMUP + 1 + draw for draw in range(len(files))]
-    assert stored.trace["step"].tolist() == [steps] * CHAINS
-    return len(files)
+    assert files == [f"draw-{i:08d}.{chains}.safetensors" for i in range(number)]
+    return number
 
 
 def finish(life: Life, compiled: Path, expected: Any):
@@ -207,7 +227,7 @@ def finish(life: Life, compiled: Path, expected: Any):
 
 @functools.cache
 def expected_of(form: str, num_draws: int) -> Any:
-    return run(Life("sample" if form == "loop" else form, None, num_draws))
+    return run(Life(form, None, num_draws))
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +283,94 @@ def test_kill_at_the_worst_moments(tmp_path, compiled, form, record):
     assert kept < 50 and (kept > 0) == (form != "warm start")
     finish(life, compiled, expected)
     record("kills in named places", of=form, cases=len(places), silent=0, raw=0, lost=0)
+
+
+@contextlib.contextmanager
+def pair(life: Life, compiled: Path):
+    """Start two processes that meet at a free port; none of them outlives the test."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        life = life._replace(number=2, address=f"127.0.0.1:{free.getsockname()[1]}")
+    processes = []
+    for number in range(2):
+        with log_of(life, number).open("w") as output:
+            processes.append(begin(life._replace(process=number), compiled, output))
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def log_of(life: Life, number: int) -> Path:
+    return life.folder.with_name(f"log-{number}")
+
+
+def logs_of(life: Life) -> str:
+    return "\n".join(log_of(life, number).read_text() for number in range(2))
+
+
+def run_pair(life: Life, compiled: Path) -> list[int]:
+    """Run to the end, and return the exit codes."""
+    with pair(life, compiled) as processes:
+        return [process.wait(2 * PATIENCE) for process in processes]
+
+
+@pytest.fixture
+def life(tmp_path) -> Life:
+    return Life("mesh", str(tmp_path / "run"), 200)
+
+
+def expected_of_pair(life: Life) -> Any:
+    """The draws of one process of four devices, which are trained first."""
+    return run(life._replace(number=2, directory=None))
+
+
+@pytest.mark.slow
+def test_processes_that_leave_a_loop_alone_are_told(life, compiled):
+    assert 0 not in run_pair(life._replace(form="leave alone"), compiled)
+    for number in range(2):
+        text = log_of(life, number).read_text()
+        assert "left the loop over `Run.draws`. All must leave" in text, text
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", ["mesh2", "mesh4", "leave together"])
+def test_two_processes_give_the_draws_of_one(life, compiled, form):
+    """If four devices share a batch, one holds all chains, and sums are rounded otherwise."""
+    life = life._replace(form=form, num_draws=20)
+    expected = expected_of_pair(life)
+    assert run_pair(life, compiled) == [0, 0], logs_of(life)
+    if form == "mesh4":
+        got = optax_smile.load_snapshots(life.folder)
+        chex.assert_trees_all_close(got.params, expected.params, rtol=1e-5, atol=1e-5)
+    else:
+        assert count_draws(life, expected, 20) == 20
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", ["signal", 0, 1])
+def test_one_of_two_processes_is_ended(life, compiled, way):
+    """By a signal, which ends both in order, or killed, which ends the other and loses no draw."""
+    expected, slow = expected_of_pair(life), life._replace(minutes=0, pause=PAUSE)
+    with pair(slow, compiled) as processes:
+        end = time.monotonic() + PATIENCE
+        while len(list(life.folder.glob("draw-*"))) < 5 * 4:
+            assert all(process.poll() is None for process in processes), logs_of(life)
+            assert time.monotonic() < end
+            time.sleep(PAUSE)
+        if way == "signal":
+            processes[1].send_signal(signal.SIGTERM)
+            assert [process.wait(PATIENCE) for process in processes] == [0, 0]
+            assert logs_of(life).count("`sample` was stopped by SIGTERM") == 2
+            assert max(runs.checkpoints_in(life.folder)) == WARMUP + count_draws(life, expected, 5)
+        else:
+            processes[way].kill()
+            assert processes[1 - way].wait(60) != 0
+    assert count_draws(life, expected, 5) < life.num_draws
+    assert run_pair(life, compiled) == [0, 0], logs_of(life)
+    assert count_draws(life, expected, life.num_draws) == life.num_draws
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from test_contract import make
 import optax_smile
 
 FORM = re.compile(r"`[\w.]+\([\w.\[\]']+=\.\.\.\)` must be ")
-SAMPLE, FULL = 10, 300
+SAMPLE, FULL = 5, 300
 
 
 class Layer(NamedTuple):
