@@ -427,7 +427,7 @@ DEFECTS = r"""
 = axes of the reliability diagram swapped | reliability
 - ax.plot(*places, color
 + ax.plot(*places[::-1], color
-# potential.py | test_local.py
+# potential.py | test_potential.py
 = local: bound without the prior | bound_is_exact
 - (_weight(potential) + prior))
 + (_weight(potential)))
@@ -438,7 +438,7 @@ DEFECTS = r"""
 = local: around zero, not the start | each_chain_has
 - posterior._replace(prior_mean=state.prior_mean)
 + posterior._replace(prior_mean=0.0)
-# stages/integrator.py | test_local.py
+# stages/integrator.py | test_momentum.py
 = local: forgets over half a radius | forgets_over
 - exponent = 2 * length * turns
 + exponent = 4 * length * turns
@@ -478,12 +478,12 @@ DEFECTS = r"""
 = schedule counts calls instead of steps | given_step_size
 - _tree.count(state.num_steps, end.opens_step)
 + _tree.count(state.num_steps)
-# state.py | test_bad_input.py
-= masked transformation after the sampler is not refused | messages
+# state.py | test_after_sampler.py
+= masked transformation after the sampler is not refused | refused
 - chain[place : place + 1]
 + chain[place:]
-# _check.py | test_bad_input.py
-= finite and positive are judged in float64 though JAX has float32 | refuse and samplers
+# _check.py | faults/test_arguments.py
+= finite and positive are judged in float64 though JAX has float32 | wrong_calls
 - self.dtype or jax.dtypes.canonicalize_dtype(np.float64)
 + self.dtype or np.float64
 # draws/snapshots.py | test_snapshots.py

@@ -57,7 +57,7 @@ class _Batches(_check.Constraint):
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         is_one = hasattr(value, "shape") or isinstance(value, tuple | dict)
-        if not is_one and hasattr(value, "__iter__") and not isinstance(value, str | bytes):
+        if not is_one and hasattr(value, "__iter__") and not isinstance(value, str | bytes | type):
             convert = partial(
                 _on_host.as_numeric, where, argument, copy=not isinstance(value, list)
             )
