@@ -9,7 +9,7 @@ import pytest
 
 import optax_smile
 
-NUM_DATA, SIZE = 200, 5
+NUM_DATA, SIZE = 50, 5
 SAMPLER = optax_smile.sgld(1e-5, num_data=NUM_DATA, key=0)
 # Single examples, which `sample` does not halve.
 BATCHES: Any = np.random.default_rng(0).normal(size=(10, 1, SIZE)).astype(np.float32)

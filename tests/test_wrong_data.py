@@ -68,7 +68,7 @@ def told(batches, num_data: float = NUM_DATA, **given) -> list[str]:
     sampler = optax_smile.sgld(1e-6, num_data=num_data, key=0)
     with warnings.catch_warnings(record=True) as seen, pytest.raises(Stop):
         warnings.simplefilter("always")
-        optax_smile.Run(loss, jnp.ones((2, 1)), batches, sampler, key=0, **given)
+        optax_smile.Run(loss, jnp.ones((2, SIZE)), batches, sampler, key=0, **given).advance(1)
     return [str(x.message) for x in seen]
 
 

@@ -120,12 +120,20 @@ SENTENCES = {
 }
 
 
+class Stop(Exception): ...
+
+
+def stop(*_, **__):
+    raise Stop
+
+
 def said_of(loss, batch, **given) -> list[str]:
     """Which of the sentences a run says before the first step, and that it says no other."""
     chains = jax.tree.map(lambda x: jnp.stack([x, x + 0.1]), PARAMS)
-    with warnings.catch_warnings(record=True) as seen:
+    run = optax_smile.Run(loss, chains, [batch], stub()._replace(update=stop), key=0, **given)
+    with warnings.catch_warnings(record=True) as seen, pytest.raises(Stop):
         warnings.simplefilter("always")
-        optax_smile.Run(loss, chains, [batch], stub(), key=0, **given)
+        run.advance(1)
     texts = [str(x.message) for x in seen if "could not test" not in str(x.message)]
     kinds = [x for x in SENTENCES if any(t.startswith(f"`Run`: {SENTENCES[x]}") for t in texts)]
     assert len(texts) == len(kinds), texts

@@ -21,7 +21,6 @@ import numpy as np
 import optax
 import pytest
 from calls import BATCHES, KEY, PARAMS, loss_fn, run_in, valid_calls
-from public_samplers import SAMPLERS
 
 import optax_smile
 from optax_smile import ArgumentError, _check, sgld
@@ -372,14 +371,3 @@ def test_traced_numbers_and_others_mean_the_same():
         for argument in arguments:
             jax.eval_shape(lambda x, n=name, a=argument: build(n, **{a: x}).init(PARAMS), 0.9)
     update(value=1.0, losses=2.0, grad=PARAMS, value_fn=None, hessian=1)
-
-
-def test_states_of_other_samplers_are_refused():
-    states = [jax.eval_shape(build(x).init, PARAMS) for x in SAMPLERS if x != "mclmc"]
-    for name in ("psmile", "smile", "sgld", "psgld"):
-        own = jax.tree.structure(jax.eval_shape(build(name).init, PARAMS))
-        others = [x for x in states if jax.tree.structure(x) != own]
-        assert len(others) >= len(states) - 2
-        for state in others:
-            with pytest.raises(ArgumentError, match=rf"`{name}.update\(state="):
-                update(name, state=state)
