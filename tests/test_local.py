@@ -71,7 +71,7 @@ class TestRise:
     def run(self, **posterior):
         given: dict[str, Any] = {"num_data": 20, "key": 0} | posterior
         start, tx = {"w": jnp.ones((1, SIZE))}, optax_smile.sgld(1e-9, **given)
-        optax_smile.Run(bowl, start, BATCHES, tx, key=0)
+        optax_smile.Run(bowl, start, BATCHES, tx, key=0).advance(1)
 
     def test_is_told_before_the_run(self):
         with pytest.warns(UserWarning, match=r"will be more than 1 nat .*d / N = 20"):

@@ -156,16 +156,13 @@ def test_padding_is_nan_in_every_prediction_and_counts_in_no_score():
     tokens[4] = -1
 
     def logits(params, x):
-        wild = jnp.nan * params["w"].sum() * (x[..., :1] == inputs[4, :, :1])
-        return jnp.where(x[..., :1] == inputs[4, :, :1], wild, 0) + x @ params["w"][None]
+        return jnp.where(x[..., :1] == inputs[4:5, :, :1], jnp.nan, x @ params["w"][None])
 
-    own = optax_smile.Likelihood(
-        None,
-        lambda x, y: jnp.where(
-            y < 0, 7.0, jnp.take_along_axis(jax.nn.log_softmax(x), abs(y)[..., None], -1)[..., 0]
-        ),
-        has_target=lambda y: y >= 0,
-    )
+    def log_density(x, y):
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(x), abs(y)[..., None], -1)[..., 0]
+        return jnp.where(y < 0, 7.0, chosen)
+
+    own = optax_smile.Likelihood(None, log_density, has_target=lambda y: y >= 0)
     density = CHOSEN.reshape(CHAINS, DRAWS, 6, 5)
     for likelihood, batch_size in (("tokens", None), (own, 4)):
         for per, found_of in (("draw", density), ("chain", log_mean(density, 1))):

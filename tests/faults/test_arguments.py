@@ -140,14 +140,8 @@ def beyond(constraint: Any) -> list[Any]:
             return [jnp.ones(2), lambda a, b, c, d, e, f, g: None]
         case _check.Tree(axes=axes, finite=finite):
             uneven = [{"a": np.ones((2, 3)), "b": np.ones((3, 3))}, np.ones((0, 3)), np.ones(())]
-            nans = [{"w": np.full(3, np.nan)}]
-            return [
-                {"w": "x"},
-                {"w": object()},
-                {"w": 10**30},
-                *nans * finite,
-                *uneven * bool(axes),
-            ]
+            leaves = [{"w": "x"}, {"w": object()}, {"w": 10**30}]
+            return leaves + [{"w": np.full(3, np.nan)}] * finite + uneven * bool(axes)
         case _check.Array(axes=axes, each=each):
             ndim = max(len(re.findall(r"\w+", axes.split(" or ")[0])), 1)
             ones = np.ones((2,) * ndim)
@@ -198,7 +192,7 @@ def judge(call: Any, which: str, kind: str, value: Any, is_refused: bool) -> str
         # `update` without parameters says what all Optax transformations say, and what to do.
         is_known = which == "params" and "`optax_smile.tracked(sampler)`" in str(error)
         return "" if is_known else f"raw {type(error).__name__}: {str(error)[:200]}"
-    return "" if is_lawful(name, which, kind, value) else "silent"
+    return "" if kind != "beyond" and is_lawful(name, which, kind, value) else "silent"
 
 
 def cases(call: Any, full: bool):
@@ -286,6 +280,7 @@ def train(init=normal, loss=loss_fn) -> Any:
 ANGLE, QUANTILE = optax_smile.angle_tuner(), optax_smile.quantile_tuner()
 INJECTED = optax.inject_hyperparams(sgld)
 HALF = {"w": jnp.ones((2, 3), "bfloat16"), "b": jnp.ones(3)}
+OTHER, TURNED = "minimal_norm", {"w": np.ones((3, 2)), "b": 0.0}
 MESSAGES: dict[str, Any] = {
     # How a sampler gets its step size, and its prior.
     r"psmile\(tuner.* if `step_size` is given": lambda: build(tuner=ANGLE),
@@ -294,13 +289,9 @@ MESSAGES: dict[str, Any] = {
     "gives no number below 0": lambda: build("sgld", lambda count: -1e-3).init(PARAMS),
     "a finite number > 0": lambda: INJECTED(-1.0, num_data=9, key=0).init(PARAMS),
     "an integer >= 7, a step for": lambda: build("cyclical_sgld", total_steps=6, num_cycles=7),
-    "must be 0 together with `log_prior`, got 1.0": lambda: build(log_prior=jnp.sum),
     "a prefix of the param": lambda: build(prior_precision={"x": 1.0}).init(PARAMS),
-    r"\(2, 3\) at .*w.*, got \(3, 2\)": lambda: build(
-        prior_mean={"w": np.ones((3, 2)), "b": 0.0}
-    ).init(PARAMS),
+    r"\(2, 3\) at .*w.*, got \(3, 2\)": lambda: build(prior_mean=TURNED).init(PARAMS),
     # Parameters, gradients and their loss.
-    r"psmile.init\(params.* at least 2 param": lambda: build().init({}),
     "got bfloat16 at .*Keep the sampled": lambda: build().init(HALF),
     "at least one float32 or float64 array, got 1.0": lambda: build("sghmc").init({"w": 1.0}),
     "psmile.update.updates.* a tree of the": lambda: update(updates={"w": PARAMS["w"]}),
@@ -310,20 +301,11 @@ MESSAGES: dict[str, Any] = {
     "mean_loss=.* left out unless `value`": lambda: update(mean_loss=0.5),
     # States.
     "what `init` or `update` of psmile": lambda: update(state=optax.adam(1.0).init(PARAMS)),
-    "got one of another sampler": lambda: update(
-        state=build(integrator="minimal_norm").init(PARAMS)
-    ),
-    r"of format \d+, got format 1\. Anoth": lambda: update(
-        state=optax.tree.set(build().init(PARAMS), state_format=1)
-    ),
+    "got one of another sampler": lambda: update(state=build(integrator=OTHER).init(PARAMS)),
     "got the transformation": lambda: optax_smile.stats(build("sgld")),
-    "exactly one optax_smile": lambda: optax_smile.stats(()),
-    "got one with 2": lambda: optax_smile.stats(optax.chain(build(), build()).init(PARAMS)),
     # Functions of the user.
     "got a Model. Pass `model.apply`": lambda: train(loss=Model()),
-    r"init_fn=.* of \(key\) that returns floating": lambda: train(
-        lambda key: {"w": jnp.ones(3, int)}
-    ),
+    r"init_fn=.* of \(key\) that returns float": lambda: train(lambda key: {"w": jnp.ones(3, int)}),
     "got KeyError: 'v'": lambda: train(normal, lambda params, batch: params["v"]),
 }
 
