@@ -36,8 +36,7 @@ def random_normals(seed, num_draws=7, num_inputs=5):
 
 
 def mixture_cdf(mean, std, column):
-    parts = scipy.stats.norm(mean[:, column], std[:, column])
-    return lambda x: float(parts.cdf(x).mean())
+    return lambda x: float(scipy.stats.norm.cdf(x, mean[:, column], std[:, column]).mean())
 
 
 def test_scores_agree_with_scikit_learn():
@@ -50,13 +49,11 @@ def test_scores_agree_with_scikit_learn():
         loss = theirs.log_loss(labels, probabilities, **every)
         brier = theirs.brier_score_loss(labels, probabilities, **every, scale_by_half=False)
         two, binary = predictions(seed, True, num_classes=2)
+        area = theirs.roc_auc_score(labels, probabilities, multi_class="ovr")
         for found, expected in (
             (metrics.accuracy(probabilities, labels), theirs.accuracy_score(labels, best)),
             (metrics.f1(probabilities, labels), theirs.f1_score(labels, best, average="macro")),
-            (
-                metrics.auroc(probabilities, labels),
-                theirs.roc_auc_score(labels, probabilities, multi_class="ovr"),
-            ),
+            (metrics.auroc(probabilities, labels), area),
             (metrics.auroc(two, binary), theirs.roc_auc_score(binary, two[:, 1])),
             (metrics.brier(probabilities, labels), brier),
             (metrics.lppd(density), -loss),
@@ -142,16 +139,15 @@ def test_interval_of_a_mixture_against_root_finding():
 
 
 def test_crps_against_its_integral():
+    integral: Any = scipy.integrate.quad
     for num_draws in (7, 1):
         mean, std, targets = random_normals(4, num_draws)
-        expected = 0.0
+        parts = []
         for column, target in enumerate(targets):
             cdf = mixture_cdf(mean, std, column)
-            for sign, ends in ((0, (-40, target)), (1, (target, 40))):
-                part, _ = scipy.integrate.quad(
-                    lambda x, f, s: (s - f(x)) ** 2, *ends, (cdf, sign), limit=200
-                )
-                expected += part / len(targets)
+            parts.append(integral(lambda x, f: f(x) ** 2, -40, target, (cdf,), limit=200)[0])
+            parts.append(integral(lambda x, f: (1 - f(x)) ** 2, target, 40, (cdf,), limit=200)[0])
+        expected = np.sum(parts) / len(targets)
         assert metrics.crps(mean, std, targets) == pytest.approx(expected, abs=1e-7)
     assert metrics.crps(mean[0], std[0], targets) == pytest.approx(expected, abs=1e-7)
     distance = np.mean(np.abs(mean[0] - targets))

@@ -123,7 +123,7 @@ class TestFinite:
         broken = spoilt(3, slice(2, 4))
         text = r"^`sample`: 31 of 220 losses .* of a chain were not finite \(14\.09%\).*Are the bat"
         with pytest.warns(UserWarning, match=text):
-            draws = sample(broken)
+            draws = sample(broken, num_draws=6, thin=20, steps_per_dispatch=20)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             summary = diagnostics.summary(draws)
