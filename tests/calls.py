@@ -132,7 +132,8 @@ def valid_calls(path) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     given = values(path)
     snapshots, whole = given["snapshots"], (CHAINS, BATCHES, given["sampler"])
     noise, run = optax_smile.scale_by_gradient_noise(), optax_smile.Run(loss_fn, *whole, key=KEY)
-    search = local.PrecisionSearch(*[np.ones(1)] * 5, *[1.0] * 4, partial(optax_smile.sgld, 1e-6))
+    found = *[np.ones(1)] * 5, *[1.0] * 4, partial(optax_smile.sgld, 1e-6)
+    search = local.PrecisionSearch._make(found)
     called: dict[str, Any] = {name: f for name, f in public_objects() if name not in NOT_CALLED}
     called |= {"Run.advance": run.advance, "Run.draws": run.draws, "choose": snapshots.choose}
     called |= {"thinned": optax_smile.load_snapshots(path).thinned}

@@ -132,7 +132,7 @@ def test_uci_is_split_and_standardized_by_the_training_part(folder):
     scale = np.std(train, axis=0) + (np.arange(6) == 2)
     for part, (inputs, targets) in zip((train, valid, test), splits[:3], strict=True):
         found = np.column_stack([inputs, targets])
-        np.testing.assert_allclose(found, (part - train.mean(axis=0)) / scale, 1e-5, 1e-6)
+        np.testing.assert_allclose(found, (part - np.mean(train, axis=0)) / scale, 1e-5, 1e-6)
         assert inputs.dtype == targets.dtype == np.float32
     assert [len(x) for x, _ in splits[:3]] == [71, 11, 21] and are_disjoint(splits)
     assert (naval.train[0] == splits.train[0]).all() and (naval.test[1] == splits.test[1]).all()

@@ -597,7 +597,8 @@ def test_a_healthy_run_has_no_findings_and_a_diverged_and_a_frozen_chain_are_fou
         given: dict[str, Any] = {"per": "draw", "targets": Y, "likelihood": "gaussian"}
         return optax_smile.predict(outputs, draws, X, **given)
 
-    sampler = optax_smile.psmile(0.05, num_data=ROWS, **PAPER | {"tuner": None})
+    options: dict[str, Any] = PAPER | {"tuner": None}
+    sampler = optax_smile.psmile(0.05, num_data=ROWS, **options)
     found = diagnostics.summary(draws := run(sampler), predicted(draws))
     assert diagnostics.summary(draws).findings == found.findings == ()
     sentence, share = str(found).splitlines()[-1], np.mean(found.rhat_within > 1.1)
@@ -624,6 +625,7 @@ def test_settings_of_samplers_are_those_that_advice_looks_at():
     }
     for name, sampler in samplers.items():
         draws = run(sampler, num_warmup=0, num_draws=1, thin=1, check=False)
-        found, expected = draws.settings or {}, CHOOSERS[name][0]
+        found: Any = draws.settings
+        expected = CHOOSERS[name][0]
         assert (found["tuner"] or {}).get("name") == (expected["tuner"] or {}).get("name")
         assert isinstance(found["step_size"], type(expected.get("step_size", found["step_size"])))

@@ -39,7 +39,7 @@ def hostile() -> dict[str, Any]:
     made |= {"bytes": b"x", "list": [], "dict": {}, "object": object(), "class": dict}
     made |= {"function": lambda: None, "model": Model(), "ragged": [[1.0, 2.0], [3.0]]}
     made |= {"texts": np.array(["1", "2", "3"]), "nans": np.full(3, np.nan), "tracer": TRACER}
-    made |= {"masked": {"w": np.ma.masked_array(np.ones((2, 3)), np.eye(2, 3))}}
+    made |= {"masked": {"w": np.ma.masked_array(np.ones((2, 3)), np.eye(2, 3) > 0)}}
     made |= {"empty": np.zeros((0, 3)), "odd": np.ones((7, 5, 3, 2)), "key": jax.random.key(1)}
     made |= {"ints": {"w": jnp.ones((2, 3), int), "b": jnp.ones(3, int)}}
     made |= {"other": {"other": jnp.ones((2, 2))}, "keys": jax.random.split(KEY, 2)}
@@ -195,7 +195,7 @@ def judge(call: Any, which: str, kind: str, value: Any, is_refused: bool) -> str
     return "" if kind != "beyond" and is_lawful(name, which, kind, value) else "silent"
 
 
-def cases(call: Any, full: bool):
+def cases(call: Any, full: bool) -> Any:
     """All that a constraint has to refuse; of other hostile values all if in full, or six."""
     (name, _, given), others, made = call, [], hostile()
     for which in given:
@@ -320,7 +320,7 @@ def test_messages(text):
 def test_traced_numbers_and_others_mean_the_same():
     """Wherever a sampler may be built inside a compiled function; also integers beyond int32."""
 
-    def first_step(value=1.0, **options):
+    def first_step(value: Any = 1.0, **options):
         tx = build("sgld", **options)
         updates, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=value)
         return updates["w"], optax_smile.stats(state).energy_level
