@@ -50,34 +50,22 @@ REFUSED: dict[str, Any] = {
 }
 
 
-def average(x, y, start):
+def average(x, y):
     return jax.tree.map(lambda x, y: 0.9 * x + 0.1 * y, x, y)
-
-
-def restored(n, after, start):
-    return optax.tree.where(n, start, after)
 
 
 # What a loop does with the parameters after a call, before it, and at the start, and whether that
 # is right: `changed(count, after, before, start)`.
 LOOPS: dict[str, Any] = {
-    "as they are": (True, lambda n, after, before, start: after),
-    "restored once": (True, lambda n, after, before, start: restored(n == 150, after, start)),
-    "an average": (False, lambda n, after, before, start: average(after, before, 0)),
-    "weight decay in every tenth call": (
-        False,
-        lambda n, after, before, start: optax.tree.scale(1 - 1e-3 * (n % 10 == 0), after),
-    ),
+    "as they are": (True, lambda n, x, *_: x),
+    "restored once": (True, lambda n, x, _, start: optax.tree.where(n == 150, start, x)),
+    "an average": (False, lambda n, x, before, _: average(x, before)),
+    "decay in every tenth": (False, lambda n, x, *_: optax.tree.scale(1 - 1e-3 * (n % 10 == 0), x)),
     "a projection of one leaf": (
         False,
-        lambda n, after, before, start: (
-            after | {"offset": optax.projections.projection_non_negative(after["offset"])}
-        ),
+        lambda n, x, *_: x | {"offset": jnp.maximum(x["offset"], 0)},
     ),
-    "restored in every epoch": (
-        False,
-        lambda n, after, before, start: restored(n % 50 == 49, after, start),
-    ),
+    "restored often": (False, lambda n, x, _, start: optax.tree.where(n % 50 == 49, start, x)),
 }
 
 

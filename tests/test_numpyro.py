@@ -196,6 +196,10 @@ def observed_mean(y, mean: Any = 0.0, **given):
     observe(dist.Normal(sample("mean", dist.Normal(0, 1)) + mean, 1), y, **given)
 
 
+def with_param(y):
+    observed_mean(y, numpyro_.param("a", 0.0))
+
+
 def without_plate(y):
     sample("y", dist.Normal(sample("mean", dist.Normal(0, 1)), 1), obs=y)
 
@@ -221,9 +225,7 @@ WRONG: dict[str, Any] = {
     ),
     r"plate=.*one of the model's plates, \[\], got data": without_plate,
     r"model=.*without latent sites in the plate 'data', got the site 'each'": local,
-    r"model=.*without `numpyro.param`.*, got the param a": lambda y: observed_mean(
-        y, numpyro_.param("a", 0.0)
-    ),
+    r"model=.*without `numpyro.param`.*, got the param a": with_param,
     r"batch=.*that does not change the prior, got .*'mean'": empirical,
     r"batch=.*does not change the prior, got .*'sum'": counts_outside,
 }
