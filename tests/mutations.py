@@ -241,7 +241,7 @@ DEFECTS = r"""
 = chains on a mesh averaged together | on_a_mesh
 - group = first // self._rows % self._num_groups
 + group = first // self._rows % self._num_groups // 2
-# potential.py | test_local.py
+# potential.py | test_potential.py
 = local: bound without the prior | bound_is_exact
 - (_weight(potential) + prior))
 + (_weight(potential)))
@@ -252,7 +252,7 @@ DEFECTS = r"""
 = local: around zero, not the start | each_chain_has
 - posterior._replace(prior_mean=state.prior_mean)
 + posterior._replace(prior_mean=0.0)
-# stages/integrator.py | test_local.py
+# stages/integrator.py | test_momentum.py
 = local: forgets over half a radius | forgets_over
 - exponent = 2 * length * turns
 + exponent = 4 * length * turns

@@ -55,35 +55,35 @@ def test_tiny_and_impossible_densities():
     assert one_by_one(padded).choose(padded, 1).tolist() == [1]
 
 
-@pytest.mark.parametrize("form", ["memory", "flat"])
-def test_chosen_draws_predict_but_are_no_sample(form, tmp_path):
+def test_chosen_draws_predict_but_are_no_sample(tmp_path):
     """In memory and on disk, and scores of the first k of them."""
+    params = {"w": np.random.default_rng(2).normal(size=(3, 4, 2)).astype(np.float32)}
     start: Any = {"w": jnp.arange(6.0).reshape(3, 2), "frozen": [jnp.zeros((3, 5))]}
     given: dict[str, Any] = {"num_warmup": 2, "num_draws": 4, "thin": 2, "key": 0, "check": False}
-    given |= {"directory": None if form == "memory" else tmp_path / "run", "progress": False}
+    given |= {"directory": tmp_path / "run", "progress": False}
     loss = lambda params, x: jnp.mean((params["w"] - x) ** 2) + 0 * params["frozen"][0].sum()  # noqa: E731
-    draws: Any = optax_smile.sample(loss, start, [jnp.ones(2)], stub(), **given)
-    if form == "flat":
-        draws = optax_smile.load_snapshots(tmp_path / "run", flat=True)
+    optax_smile.sample(loss, start, [jnp.ones(2)], stub(), **given)
     rng = np.random.default_rng(1)
     x = rng.normal(size=(5, 2)).astype(np.float32)
     y = x.sum(axis=1) + rng.normal(size=5).astype(np.float32)
     outputs = lambda params, x: (x @ params["w"], jnp.log(0.5))  # noqa: E731
     given = {"likelihood": "gaussian", "targets": y}
-    prediction: Any = optax_smile.predict(outputs, draws, x, per="draw", **given)
-    indices = draws.choose(prediction.each.log_density, 5)
-    few = draws[indices]
-    assert isinstance(few, optax_smile.Snapshots) and (few.num_chains, few.num_draws) == (1, 5)
-    for one, index in zip(few, indices, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, one, draws[index])
-    density = prediction.each.log_density[indices % 3, indices // 3]
-    for number in range(1, 6):
-        found = optax_smile.predict(outputs, few[:number], x, **given).log_density
-        assert found.mean() == pytest.approx(lppd(density[:number]), rel=1e-4)
-    assert "draws chosen by their indices, not posterior draws" in repr(few)
-    for function in (diagnostics.summary, diagnostics.to_arviz):
-        with pytest.raises(ArgumentError, match=r"from a posterior, got draws chosen by their ind"):
-            function(few)
+    stored: Any = optax_smile.load_snapshots(tmp_path / "run", flat=True)
+    for draws in (optax_smile.Snapshots(params), stored):
+        prediction: Any = optax_smile.predict(outputs, draws, x, per="draw", **given)
+        indices = draws.choose(prediction.each.log_density, 5)
+        few = draws[indices]
+        assert isinstance(few, optax_smile.Snapshots) and (few.num_chains, few.num_draws) == (1, 5)
+        for one, index in zip(few, indices, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, one, draws[index])
+        density = prediction.each.log_density[indices % 3, indices // 3]
+        for number in (1, 5):
+            found = optax_smile.predict(outputs, few[:number], x, **given).log_density
+            assert found.mean() == pytest.approx(lppd(density[:number]), rel=1e-4)
+        assert "draws chosen by their indices, not posterior draws" in repr(few)
+        for function in (diagnostics.summary, diagnostics.to_arviz):
+            with pytest.raises(ArgumentError, match=r"from a posterior, got draws chosen by their"):
+                function(few)
 
 
 def test_what_does_not_fit_is_named():

@@ -16,8 +16,7 @@ import pytest
 from paper import PAPER
 
 import optax_smile
-from optax_smile import Snapshots, _settings, diagnostics
-from optax_smile.diagnostics.findings import ADVICE, STEP_SIZES
+from optax_smile import Snapshots, diagnostics
 
 with warnings.catch_warnings():
     # Version 0.23 announces the next one.
@@ -36,25 +35,19 @@ def autoregressive(shape, rho=0.5, seed=0):
     return noise
 
 
-def normal_scores(x):
-    """Equation 14 of Vehtari et al. 2021, ranks by counting."""
-    flat = x.ravel()
-    ranks = [np.sum(flat < one) + (np.sum(flat == one) + 1) / 2 for one in flat]
-    scores = [NormalDist().inv_cdf((rank - 3 / 8) / (flat.size + 1 / 4)) for rank in ranks]
-    return np.reshape(scores, x.shape)
-
-
-def basic_rhat(x):
-    """Their equations 1 to 4, `[chain, draw]`."""
-    _, n = x.shape
-    between = n * np.var(x.mean(axis=1), ddof=1)
-    within = np.mean(np.var(x, axis=1, ddof=1))
-    return np.sqrt(((n - 1) / n * within + between / n) / within)
-
-
 def textbook_rhat(x):
-    folded = np.abs(x - np.median(x))
-    return max(basic_rhat(normal_scores(x)), basic_rhat(normal_scores(folded)))
+    """Equations 1 to 4 and 14 of Vehtari et al. 2021 for `[chain, draw]`, ranks by counting."""
+
+    def of_scores(x):
+        flat, (_, n) = x.ravel(), x.shape
+        ranks = [np.sum(flat < one) + (np.sum(flat == one) + 1) / 2 for one in flat]
+        parts = [(rank - 3 / 8) / (flat.size + 1 / 4) for rank in ranks]
+        scores = np.reshape([NormalDist().inv_cdf(part) for part in parts], x.shape)
+        within = np.mean(np.var(scores, axis=1, ddof=1))
+        between = np.var(scores.mean(axis=1), ddof=1)
+        return np.sqrt((n - 1) / n + between / within)
+
+    return max(of_scores(x), of_scores(np.abs(x - np.median(x))))
 
 
 def judged(values: Any = None, density: Any = None, params: Any = None, **given):
@@ -67,25 +60,24 @@ def judged(values: Any = None, density: Any = None, params: Any = None, **given)
 
 def test_rhats_are_the_textbooks():
     for shape in (2, 9), (3, 8), (4, 50):
-        values, half = autoregressive((*shape, 6)), shape[1] // 2
+        values, half = autoregressive((*shape, 3)), shape[1] // 2
         values[0] += 0.7
         values[1, :, :2] += np.linspace(0, 15, shape[1])[:, None]
+        found, late = judged(values), values[:, shape[1] % 2 :]
         split = np.concatenate([values[:, :half], values[:, -half:]])
-        found = judged(values)
-        expected = [textbook_rhat(split[:, :, i]) for i in range(6)]
+        expected = [textbook_rhat(split[:, :, i]) for i in range(3)]
         np.testing.assert_allclose(found.rhat_across, expected, rtol=1e-9)
         # Within: the quarters of one chain.
-        late = values[:, shape[1] % 2 :]
-        halves, quarter = late.reshape(shape[0], 2, half, 6), half // 2
+        halves, quarter = late.reshape(shape[0], 2, half, 3), half // 2
         chains = [np.concatenate([x[:, :quarter], x[:, -quarter:]]) for x in halves]
-        expected = [[textbook_rhat(x[..., i]) for i in range(6)] for x in chains]
+        expected = [[textbook_rhat(x[..., i]) for i in range(3)] for x in chains]
         np.testing.assert_allclose(found.rhat_within, expected, rtol=1e-9)
     assert found.rhat_within[1, :2].min() > 1.9 > 1.6 > found.rhat_within[[0, 2, 3]].max()
 
 
 def test_ess_is_that_of_an_autoregression():
     for rho in 0.5, 0.9:
-        values = autoregressive((4, 4_000, 2), rho)
+        values = autoregressive((4, 4_000, 1), rho)
         np.testing.assert_allclose(judged(values).ess, 16_000 * (1 - rho) / (1 + rho), rtol=0.15)
     # Values that do not move have neither ESS nor R-hat.
     values = autoregressive((2, 40, 3))
@@ -113,7 +105,7 @@ def test_mcse_is_the_spread_of_the_lppd_over_replications():
         params = RNG(0).normal(size=(*density.shape[:2], 2))
         return judged(density=density, params=params, max_inputs=1).mcse
 
-    errors = [error(x) for x in densities[:40]]
+    errors = [error(x) for x in densities[:20]]
     np.testing.assert_allclose(np.mean(errors), np.std(lppds), rtol=0.15)
     independent = error(autoregressive((4, 500, 20), 0.0))
     shared = np.repeat(autoregressive((4, 500, 1), 0.95), 20, axis=2)
@@ -158,101 +150,12 @@ def test_figures_of_a_trace_count_from_the_first_draw():
     assert found(100).step_size_trend[0] == pytest.approx(trend)
 
 
-# Runs of real samplers: linear regression, whose posterior is a Gaussian.
-
-NUM_DATA, NOISE = 40, 0.5
-X = RNG(0).normal(size=(NUM_DATA, 3)).astype(np.float32)
-Y = (X @ [1, -2, 0.5] + NOISE * RNG(1).normal(size=NUM_DATA)).astype(np.float32)
-
-
-def mean_loss(params, batch):
-    """Far away, where b is above 100, it is NaN for every other batch."""
-    x, y = batch
-    errors = jnp.mean((x @ params["w"] + params["b"] - y) ** 2) / (2 * NOISE**2)
-    return jnp.where((params["b"] > 100) & (x[0, 0] > x[1, 0]), jnp.nan, errors)
-
-
-def regression(params, x):
-    return x @ params["w"] + params["b"], jnp.log(NOISE)
-
-
-def start() -> Any:
-    w, b = jax.random.split(jax.random.key(0))
-    return {"w": jax.random.normal(w, (4, 3)), "b": jax.random.normal(b, (4,))}
-
-
-def run(sampler, params=None, **arguments):
-    rows = [RNG([0, i]).choice(NUM_DATA, 20, replace=False) for i in range(50)]
-    given: dict[str, Any] = {"num_warmup": 195, "num_draws": 60, "thin": 15, "key": 0}
-    given |= {"steps_per_dispatch": 15, "progress": False} | arguments
-    params, batches = start() if params is None else params, [(X[r], Y[r]) for r in rows]
-    return optax_smile.sample(mean_loss, params, batches, sampler, **given)
-
-
-def predict(draws):
-    given: dict[str, Any] = {"per": "draw", "targets": Y, "likelihood": "gaussian"}
-    return optax_smile.predict(regression, draws, X, **given)
-
-
 def kinds(found):
     """What was found, and in which chains."""
     return {(check.kind, check.chains) for check in found.findings}
 
 
 ALL = (0, 1, 2, 3)
-OF_PAPER = PAPER | {"integrator": "leapfrog", "tuner": None}
-SAMPLER = optax_smile.psmile(0.05, num_data=NUM_DATA, **OF_PAPER)
-
-
-@pytest.fixture(scope="module")
-def healthy():
-    return (draws := run(SAMPLER)), predict(draws)
-
-
-def test_nothing_is_found_in_a_healthy_run(healthy):
-    draws, prediction = healthy
-    assert diagnostics.summary(draws).findings == ()
-    found = diagnostics.summary(draws, prediction)
-    sentence = str(found).splitlines()[-1]
-    share = np.mean(found.rhat_within > 1.1)
-    assert found.findings == () and sentence.startswith("Nothing looks wrong")
-    assert share < 0.005 or f", but {share:.0%} of the R-hats within" in sentence
-    assert found.mcse < 0.01 and np.median(found.rhat_across) < 1.1
-
-
-def test_summary_holds_the_figures_of_the_run(healthy):
-    draws, prediction = healthy
-    found = diagnostics.summary(draws, prediction, max_inputs=15, seed=1)
-    assert found.rhat_within.shape == (4, 15)
-    assert found.rhat_across.shape == found.ess.shape == (15,)
-    density, whole = prediction.each.log_density, diagnostics.summary(draws, prediction)
-    for got, all_of_it in (
-        (found.rhat_across, whole.rhat_across),
-        (found.ess, whole.ess),
-        (found.rhat_within[3], whole.rhat_within[3]),
-    ):
-        assert np.isclose(got[:, None], all_of_it).any(axis=1).all()
-    assert found.lppd == pytest.approx(np.mean(prediction.log_density), abs=1e-5)
-    alone = np.mean(np.log(np.mean(np.exp(density[2]), axis=0)))
-    assert found.chain_lppd[2] == pytest.approx(alone, abs=1e-5)
-    assert found.nominal_rate == pytest.approx(0.02)
-    trace: Any = draws.trace
-    rejected, gradients = (
-        trace[name][:, -1] - trace[name][:, -60] for name in ("num_rejected", "num_gradients")
-    )
-    for got, expected in (
-        (found.rejection_rate, rejected / gradients),
-        (found.first_step_size, trace["step_size"][:, 0]),
-        (found.last_step_size, trace["step_size"][:, -1]),
-        (found.num_nonfinite, trace["num_nonfinite"][:, -1]),
-    ):
-        np.testing.assert_allclose(got, expected)
-    rows = str(found).splitlines()
-    assert len({len(row) for row in rows[:6]}) == 1 and rows[5].split()[0] == "all"
-    cells = rows[3].split()
-    assert cells[4:6] == ["1.00", f"{found.rejection_rate[2] / 0.02:.2g}"]
-    assert cells[-2:] == [f"{np.median(found.rhat_within[2]):.2f}", f"{found.chain_lppd[2]:.5g}"]
-    assert f"{np.mean(found.rhat_across < 1.05):.0%} below 1.05" in str(found)
 
 
 def test_chains_with_few_independent_draws_are_slow():
@@ -260,17 +163,17 @@ def test_chains_with_few_independent_draws_are_slow():
     for shape, correlation, is_slow, seed in (
         ((1, 800, 3), 0.9, True, 0),
         ((1, 800, 3), 0.3, False, 0),
-        *((shape, *case, 2) for shape in ((4, 25, 3), (2, 50, 3)) for case in ((0.8, 1), (0.0, 0))),
+        ((4, 25, 3), 0.8, True, 2),
+        ((2, 50, 3), 0.8, True, 2),
+        ((4, 25, 3), 0.0, False, 2),
+        ((2, 50, 3), 0.0, False, 2),
     ):
         found = judged(autoregressive(shape, correlation, seed))
-        assert (
-            ("slow" in {check.kind for check in found.findings}) == bool(found.findings) == is_slow
-        )
+        is_found = "slow" in {check.kind for check in found.findings}
+        assert is_found == bool(found.findings) == is_slow
         assert ("Nothing looks wrong" in str(found)) != is_slow
-        assert shape[1] == 800 or not is_slow or np.median(found.ess) < 30
-        assert shape[1] < 800 or is_slow == (
-            "all chains together (flagged below 100)" in str(found)
-        )
+        together = "all chains together (flagged below 100)" in str(found)
+        assert together == is_slow or shape[1] < 800
     # Whatever the others have: 30 of 400 in the last chain, 215 in the others.
     paths = autoregressive((4, 400, 3), 0.3)
     paths[3] = autoregressive((1, 400, 3), 0.86, seed=1)[0]
@@ -278,19 +181,7 @@ def test_chains_with_few_independent_draws_are_slow():
     assert kinds(found) == {("slow", (3,))} and "(flagged below 50)" in found.findings[0].text
 
 
-def test_a_real_run_with_a_diverged_and_a_frozen_chain():
-    """One begins where losses are NaN, one where float32 has no room for a step."""
-    params = start()
-    params = {"w": params["w"].at[2].set(1e8), "b": params["b"].at[1].set(1e3)}
-    draws = run(SAMPLER, params, check=False)
-    found = diagnostics.summary(draws)
-    assert kinds(found) == {("diverged", (1,)), ("frozen", (2,))}
-    assert found.num_nonfinite[1] > 400 and found.num_nonfinite[[0, 2, 3]].max() == 0
-    assert "Chain 2: frozen" in str(found) and "a larger step size" in str(found)
-    assert ("diverged", (2,)) in kinds(diagnostics.summary(draws, predict(draws)))
-
-
-NUM_DRAWS, NUM_INPUTS = 100, 30
+NUM_DRAWS, NUM_INPUTS = 100, 10
 ANY, LAST, LATE, MOST = (slice(x, None) for x in (0, -40, 80, 20))
 COUNT = np.arange(NUM_DRAWS)
 RISES = 0.1 * COUNT[:, None]
@@ -354,7 +245,7 @@ NATS = r"of most inputs is (1\.9\d|2|2\.0\d)( to .*)? nats below"
 FAR = {"params": changed([1, 2], ANY, lambda x: 40 * x[1:3]), "start": np.ones((4, 5))}
 NARROW = {"params": changed([0], ANY, lambda x: 3 + (x[0] - 3) / 100)}
 NARROW |= {"mean": changed([0], ANY, RISES)}
-SOME = {"mean": shifted([0, 2], 9 * (np.arange(NUM_INPUTS) < 12))}
+SOME = {"mean": shifted([0, 2], 9 * (np.arange(NUM_INPUTS) < 4))}
 SHORT = {"step_size": changed([0], LAST, 0.02), "mean": changed([0], LAST, 9)}
 SICK: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
     "copies": ({"params": copy(1, 3)}, (1, 3), r"100 of 100 draws equal those .*: \[1, 3\]"),
@@ -397,12 +288,39 @@ def test_a_sick_run_has_its_finding_alone_with_its_numbers(name):
     assert re.search(rf"(?m)^{named}.*: {kind}: .*\n  Try: ", str(found))
 
 
+def test_summary_holds_the_figures_of_the_run():
+    sizes = np.geomspace(1, 1.5, NUM_DRAWS) * np.arange(1, 5)[:, None]
+    rejected, broken = (np.arange(4)[:, None] * COUNT // part for part in (9, 40))
+    draws, prediction = made(step_size=sizes, num_rejected=rejected, num_nonfinite=broken)
+    whole = diagnostics.summary(draws, prediction)
+    found = diagnostics.summary(draws, prediction, max_inputs=5, seed=1)
+    assert found.rhat_within.shape == (4, 5) and found.rhat_across.shape == found.ess.shape == (5,)
+    for name in "rhat_across", "ess", "rhat_within":
+        some, everything = (np.atleast_2d(getattr(x, name))[-1] for x in (found, whole))
+        assert np.isclose(some[:, None], everything).any(axis=1).all()
+    chances = np.exp(prediction.each.log_density)
+    expected = np.log(chances.mean(axis=(0, 1))).mean(), np.log(chances.mean(axis=1)).mean(axis=1)
+    np.testing.assert_allclose(found.lppd, expected[0])
+    np.testing.assert_allclose(found.chain_lppd, expected[1])
+    np.testing.assert_allclose(found.rejection_rate, (rejected[:, -1] - rejected[:, 0]) / 990)
+    np.testing.assert_array_equal(found.first_step_size, sizes[:, 0])
+    np.testing.assert_array_equal(found.last_step_size, sizes[:, -1])
+    np.testing.assert_array_equal(found.num_nonfinite, broken[:, -1])
+    rows = str(found).splitlines()
+    assert len({len(row) for row in rows[:6]}) == 1 and rows[5].split()[0] == "all"
+    cells = rows[3].split()
+    ratio = found.rejection_rate[2] / found.nominal_rate
+    assert cells[4:6] == [f"{found.step_size_trend[2]:.2f}", f"{ratio:.2g}"]
+    assert cells[-2:] == [f"{np.median(found.rhat_within[2]):.2f}", f"{found.chain_lppd[2]:.5g}"]
+    assert f"{np.mean(found.rhat_across < 1.05):.0%} below 1.05" in str(found)
+
+
 def test_healthy_chains_pass_every_test_with_their_numbers():
     draws, prediction = made()
     found, alone = diagnostics.summary(draws, prediction), diagnostics.summary(draws)
     assert found.findings == () and all(check.passed for check in found.checks)
     by_kind = {check.kind: check for check in found.checks}
-    assert set(by_kind) == set(ADVICE) == {name.partition(",")[0] for name in SICK}
+    assert set(by_kind) == {name.partition(",")[0] for name in SICK}
     for check in found.checks:
         assert (check.chains, check.advice) == (ALL, "")
         assert len(check.value) == 4 and np.isfinite(check.value).all()
@@ -412,12 +330,8 @@ def test_healthy_chains_pass_every_test_with_their_numbers():
     text = "it changed by a factor of 1 during the draws (flagged above 2)."
     assert by_kind["step size"].text == text
     assert by_kind["worse than the start"].value == pytest.approx((0.3,) * 4)
-    assert alone.findings == () == diagnostics.summary(*made(settings=None)).findings
+    assert alone.findings == ()
     assert {"slow", "chains differ", "different modes"}.isdisjoint(x.kind for x in alone.checks)
-    # Runs of earlier versions lack an entry.
-    trace = {name: x for name, x in dict(draws.trace).items() if name != "num_altered"}
-    older = Snapshots(draws.params, trace, draws.settings, draws.start)
-    assert diagnostics.summary(older, prediction).findings == ()
 
 
 def test_tests_that_pass_are_of_chains_that_arrive():
@@ -483,7 +397,7 @@ def test_copies_count_once():
         assert found.copy_of.tolist() == which and "of 400 draws" in str(found)
         for name in "ess", "rhat_across", "mcse":
             np.testing.assert_array_equal(getattr(found, name), getattr(alone, name))
-    members = jax.tree.map(lambda x: x.at[2].set(x[0]), start())
+    members = np.array([[0.0], [1], [0], [3]])
     found = diagnostics.summary(Snapshots.from_members(members))
     assert kinds(found) == {("copies", (0, 2))} and "1 of 1 draws" in str(found)
 
@@ -498,43 +412,37 @@ def test_the_last_sentence_has_r_hats_above_the_bound():
     assert within > 0.1 and f"but {within:.0%} of the R-hats within" in str(found)
     # Weights wander: it is said, and is no finding.
     alone = diagnostics.summary(Snapshots(slow))
-    said = "weights and trace, but 8.% .* above 1.1, which"
-    assert alone.findings == () and re.search(said, str(alone).splitlines()[-1])
+    said = f"weights and trace, but {np.mean(alone.rhat_within > 1.1):.0%} of the R-hats within"
+    assert alone.findings == () and said in str(alone).splitlines()[-1]
 
 
-SMILE: dict[str, Any] = {"decoherence_length": None, "num_data": 10}
+# Settings of what chooses the step size, how advice begins, and whether a change of the step size
+# is a finding, or was asked for.
 CHOOSERS: dict[str, Any] = {
-    "angle_tuner": optax_smile.psmile(num_data=10, key=0),
-    "quantile_tuner": optax_smile.smile(0.1, tuner=optax_smile.quantile_tuner(), **SMILE),
-    "quantile_tuner, published": optax_smile.published.psmile(0.1, num_data=10),
-    "schedule": optax_smile.smile(optax.constant_schedule(0.1), **SMILE),
-    "number": optax_smile.sgld(0.1, num_data=10, key=0),
-    "number, inside a chain": optax.chain(optax.clip(1.0), optax_smile.smile(0.1, **SMILE)),
+    "angle": ({"tuner": {"name": "angle_tuner"}}, "a smaller `angle_tuner(", True),
+    "quantile": ({"tuner": {"name": "quantile_tuner"}}, "a smaller step size at the start", True),
+    "schedule": ({"tuner": None, "step_size": "f"}, "a schedule of smaller steps", False),
+    "number": ({"tuner": None, "step_size": 0.1}, "a smaller step size,", False),
+    "unknown": (None, "shorter steps", True),
 }
 
 
-def test_advice_fits_what_chooses_the_step_size():
-    for name, sampler in CHOOSERS.items():
-        kind, settings = name.partition(",")[0], _settings.of(sampler, jnp.zeros(3))
-        draws, _ = made(settings=settings, **SICK["diverged"][0])
-        (finding,) = diagnostics.summary(draws).findings
-        assert finding.advice.startswith(STEP_SIZES[kind]["shorter"])
-        assert ("smaller step size" in finding.advice) == (kind in ("number", "quantile_tuner"))
-        # A change that was asked for is no finding.
-        draws, _ = made(settings=settings, step_size=changed([1], LAST, 3))
-        by_itself = {("step size", (1,))} if "tuner" in kind else set()
-        assert kinds(diagnostics.summary(draws)) == by_itself
-
-
-def test_advice_without_settings_is_conditional():
+@pytest.mark.parametrize("name", CHOOSERS)
+def test_advice_fits_what_chooses_the_step_size(name):
     """The draws of a loop of one's own come without settings: nobody gave a step size."""
+    settings, advice, is_finding = CHOOSERS[name]
+    (finding,) = diagnostics.summary(made(settings=settings, **SICK["diverged"][0])[0]).findings
+    assert finding.advice.startswith(advice)
+    assert ("step size" in finding.advice) == (name in ("number", "quantile"))
+    changes: dict[str, Any] = {"step_size": changed([1], LAST, 3)}
+    found = diagnostics.summary(made(settings=settings, **changes)[0])
+    assert kinds(found) == ({("step size", (1,))} if is_finding else set())
     for kind, changes in (
         ("frozen", {"params": changed([2], slice(30, None), 2.0)}),
-        ("step size", {"step_size": changed([1], LAST, 3)}),
         ("still on its way", {"on_its_way": changed([1], MOST, True)}),
     ):
-        (finding,) = diagnostics.summary(made(settings=None, **changes)[0]).findings
-        assert finding.kind == kind and "step size" not in finding.advice
+        (finding,) = diagnostics.summary(made(settings=settings, **changes)[0]).findings
+        assert finding.kind == kind and (settings or "step size" not in finding.advice)
     assert "If the chains did not start from trained weights" in finding.advice
 
 
@@ -545,8 +453,8 @@ def test_a_state_initialized_again_is_told():
     assert "started again 3 times" in str(found) and "Call `init` once" in str(found)
 
 
-def test_runs_of_few_draws_or_chains_and_members_are_summarized(healthy):
-    draws, prediction = healthy
+def test_runs_of_few_draws_or_chains_and_members_are_summarized():
+    draws, prediction = made(params=lambda x: x[..., :2], start=np.full((4, 2), 3.0))
     for num_draws in (1, 2, 4, 7, 8):
         last = functools.partial(jax.tree.map, lambda x, n=num_draws: x[:, -n:])
         few = Snapshots(last(draws.params), dict(draws.trace), draws.settings, draws.start)
@@ -560,26 +468,23 @@ def test_runs_of_few_draws_or_chains_and_members_are_summarized(healthy):
     assert "trend" not in str(found) and "step size" not in str(found)
     # One chain, and impossible targets.
     first = functools.partial(jax.tree.map, lambda x: x[:1])
-    single, each = made()[0], first(made()[1].each)
-    single = Snapshots(first(single.params), first(dict(single.trace)), single.settings)
+    single, each = Snapshots(*map(first, (draws.params, dict(draws.trace)))), first(prediction.each)
     impossible = np.where(np.arange(NUM_INPUTS) == 0, -np.inf, each.log_density)
     for one in each, each._replace(log_density=impossible):
         found = diagnostics.summary(single, prediction._replace(each=one))
         assert found.findings == () and found.rhat_across.size == 0 and str(found)
 
 
-def test_a_trace_may_have_any_part_of_the_statistics(healthy):
+def test_a_trace_may_have_any_part_of_the_statistics():
     """Each statistic alone and all but one: what is missing is unknown, and no check fails."""
-    draws, _ = healthy
-    whole = {name: x[:, -draws.num_draws :] for name, x in draws.trace.items()}
-    full = diagnostics.summary(draws, max_inputs=5)
-    for name in whole:
-        for trace in ({name: whole[name]}, {x: y for x, y in whole.items() if x != name}):
-            part = Snapshots(draws.params, trace, draws.settings, draws.start)
-            found = diagnostics.summary(part, max_inputs=5)
-            assert found.findings == full.findings == () and str(found) and repr(found)
-            shown, known = found.num_nonfinite, full.num_nonfinite
-            np.testing.assert_array_equal(shown, known if "num_nonfinite" in trace else np.nan)
+    draws, _ = made(params=lambda x: x[..., :1], start=np.full((4, 1), 3.0))
+    for name, values in draws.trace.items():
+        others = {x: y for x, y in draws.trace.items() if x != name}
+        for trace in ({name: values}, others):
+            found = diagnostics.summary(Snapshots(draws.params, trace, None, draws.start))
+            assert found.findings == () and str(found) and repr(found)
+            known = 0 if "num_nonfinite" in trace else np.nan
+            np.testing.assert_array_equal(found.num_nonfinite, known)
     for wrong in ({"loss": np.ones(60)}, {"loss": np.ones((8, 60)), "step": np.ones((8, 9))}):
         with pytest.raises(ValueError, match=r"trace=...\)` must be .*\[chain, tick\] with equal"):
             diagnostics.summary(Snapshots(draws.params, wrong))
@@ -596,42 +501,34 @@ def test_tokens_leave_padding_out():
     assert found.lppd == pytest.approx(np.mean(np.log(known)))
 
 
-def test_arviz_reads_a_run(healthy):
-    draws, prediction = healthy
-    converted = diagnostics.to_arviz(draws, prediction)
-    assert set(converted.posterior.data_vars) == {"w", "b"}
+def test_arviz_reads_a_run_with_every_variable_under_a_name_of_its_own():
+    """A name of an axis would become an index, and two variables of a name one."""
+    draws, prediction = made()
+    # The trace begins before the draws.
+    late = jax.tree.map(lambda x: x[:, 40:], (draws.params, prediction.each))
+    draws = Snapshots(late[0], dict(draws.trace))
+    converted = diagnostics.to_arviz(draws, prediction._replace(each=late[1]))
     for values, expected in (
-        (converted.posterior["w"], draws.params["w"]),
+        (converted.posterior["params"], draws.params),
         (converted.sample_stats["step_size"], draws.trace["step_size"][:, -60:]),
         (converted.sample_stats["energy_error"], draws.trace["energy_change"][:, -60:]),
-        (converted.log_likelihood["target"], prediction.each.log_density),
+        (converted.log_likelihood["target"], late[1].log_density),
     ):
         np.testing.assert_allclose(values.values, expected, rtol=1e-6)
-    assert arviz.summary(converted, var_names=["b"]).shape[0] == 1
-    zeros = np.zeros((2, 5))
-    for params, names in (
-        ({"layer": {"w": np.zeros((2, 5, 3))}, "a/b": [zeros]}, {"layer.w", "a~1b.0"}),
-        (zeros, {"params"}),
-        ({"a.b": zeros, "a/b": zeros, "a": {"b": zeros + 1}}, {"a~2b", "a~1b", "a.b"}),
-    ):
-        converted = diagnostics.to_arviz(Snapshots(params)).posterior
-        assert set(converted.data_vars) == names
-    assert np.all(converted["a.b"] == 1)
-
-
-def test_arviz_gets_every_variable_under_a_name_of_its_own():
-    """A name of an axis would become an index, and two variables of a name one."""
+    assert arviz.summary(converted).shape[0] == 5
 
     def of(*shape):
         return RNG(0).normal(size=(2, 5, *shape))
 
     for params, names in (
+        ({"layer": {"w": of(3)}, "a/b": [of()]}, ["a~1b.0", "layer.w"]),
+        ({"a": {"b": of()}, "a.b": of(), "a/b": of()}, ["a.b", "a~2b", "a~1b"]),
         ({"chain": of(3), "draw": of(), "sample": of(2)}, ["chain_", "draw_", "sample_"]),
         ({"w": of(3), "w_dim_0": of(3), "w_dim_1": of()}, ["w", "w_dim_0_", "w_dim_1"]),
         (OrderedDict({1: of(2), "1": of()}), ["1", "1_"]),
     ):
         found = diagnostics.to_arviz(Snapshots(params)).posterior
-        for name, leaf in zip(names, params.values(), strict=True):
+        for name, leaf in zip(names, jax.tree.leaves(params), strict=True):
             np.testing.assert_array_equal(found[name].values, leaf)
         assert set(found.data_vars) == set(names) and set(found.sizes) >= {"chain", "draw"}
     draws = Snapshots({"w": of()}, trace={"loss": of(), "draw": of()})
@@ -667,4 +564,68 @@ def test_without_arviz_it_says_what_to_install(monkeypatch):
         diagnostics.to_arviz(Snapshots(np.zeros((2, 8, 2))))
     with pytest.raises(ImportError, match="needs ArviZ"):
         diagnostics.summary(Snapshots(autoregressive((2, 8, 2))))
-    assert diagnostics.summary(Snapshots.from_members(start())).num_draws == 1
+    assert diagnostics.summary(Snapshots.from_members(np.ones((2, 3)))).num_draws == 1
+
+
+# Runs of real samplers: linear regression, whose posterior is a Gaussian.
+ROWS, NOISE = 40, 0.5
+X = RNG(0).normal(size=(ROWS, 3)).astype(np.float32)
+Y = (X @ [1, -2, 0.5] + NOISE * RNG(1).normal(size=ROWS)).astype(np.float32)
+
+
+def mean_loss(params, batch):
+    """Far away, where b is above 100, it is NaN for every other batch."""
+    x, y = batch
+    errors = jnp.mean((x @ params["w"] + params["b"] - y) ** 2) / (2 * NOISE**2)
+    return jnp.where((params["b"] > 100) & (x[0, 0] > x[1, 0]), jnp.nan, errors)
+
+
+def run(sampler, w=0.0, b=0.0, **arguments):
+    rows = [RNG([0, i]).choice(ROWS, 20, replace=False) for i in range(50)]
+    given: dict[str, Any] = {"num_warmup": 195, "num_draws": 60, "thin": 15, "key": 0}
+    given |= {"steps_per_dispatch": 15, "progress": False} | arguments
+    start = {"w": jax.random.normal(KEY, (4, 3)).at[2].add(w), "b": jnp.arange(4.0).at[1].add(b)}
+    return optax_smile.sample(mean_loss, start, [(X[r], Y[r]) for r in rows], sampler, **given)
+
+
+@pytest.mark.slow
+def test_a_healthy_run_has_no_findings_and_a_diverged_and_a_frozen_chain_are_found():
+    """One begins where losses are NaN, one where float32 has no room for a step."""
+
+    def predicted(draws):
+        outputs = lambda params, x: (x @ params["w"] + params["b"], jnp.log(NOISE))  # noqa: E731
+        given: dict[str, Any] = {"per": "draw", "targets": Y, "likelihood": "gaussian"}
+        return optax_smile.predict(outputs, draws, X, **given)
+
+    options: dict[str, Any] = PAPER | {"tuner": None}
+    sampler = optax_smile.psmile(0.05, num_data=ROWS, **options)
+    found = diagnostics.summary(draws := run(sampler), predicted(draws))
+    assert diagnostics.summary(draws).findings == found.findings == ()
+    sentence, share = str(found).splitlines()[-1], np.mean(found.rhat_within > 1.1)
+    assert sentence.startswith("Nothing looks wrong")
+    assert share < 0.005 or f", but {share:.0%} of the R-hats within" in sentence
+    assert found.mcse < 0.01 and np.median(found.rhat_across) < 1.1
+    assert found.nominal_rate == pytest.approx(0.01)
+    draws = run(sampler, w=1e8, b=1e3, check=False)
+    found = diagnostics.summary(draws)
+    assert kinds(found) == {("diverged", (1,)), ("frozen", (2,))}
+    assert found.num_nonfinite[1] > 400 and found.num_nonfinite[[0, 2, 3]].max() == 0
+    assert "Chain 2: frozen" in str(found) and "a larger step size" in str(found)
+    assert ("diverged", (2,)) in kinds(diagnostics.summary(draws, predicted(draws)))
+
+
+@pytest.mark.slow
+def test_settings_of_samplers_are_those_that_advice_looks_at():
+    fixed: dict[str, Any] = {"num_data": ROWS, "decoherence_length": None}
+    samplers: dict[str, Any] = {
+        "angle": optax_smile.psmile(num_data=ROWS, key=0),
+        "quantile": optax_smile.smile(0.1, tuner=optax_smile.quantile_tuner(), **fixed),
+        "schedule": optax_smile.smile(optax.constant_schedule(0.1), **fixed),
+        "number": optax.chain(optax.identity(), optax_smile.smile(0.1, **fixed)),
+    }
+    for name, sampler in samplers.items():
+        draws = run(sampler, num_warmup=0, num_draws=1, thin=1, check=False)
+        found: Any = draws.settings
+        expected = CHOOSERS[name][0]
+        assert (found["tuner"] or {}).get("name") == (expected["tuner"] or {}).get("name")
+        assert isinstance(found["step_size"], type(expected.get("step_size", found["step_size"])))

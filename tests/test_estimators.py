@@ -1,6 +1,5 @@
 """Estimators of scikit-learn: units, labels, what it wants of parameters, and its own checks."""
 
-import re
 import sys
 from typing import Any
 
@@ -16,11 +15,10 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import optax_smile
 from optax_smile import interop
-from optax_smile.interop.estimators import BayesianClassifier, BayesianRegressor
+from optax_smile.interop import estimators
 
 # The same bits from a fixture and from a slow test.
 OPTIMIZED = False
-SHORT: dict[str, Any] = {"num_epochs": 3, "num_warmup": 4, "num_draws": 4, "thin": 2}
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(60, 2))
 LABELS = np.where(X[:, 0] + X[:, 1] > 0, "yes", "no")
@@ -34,15 +32,16 @@ def cheap(**posterior):
     return stub(0.01)
 
 
+SHORT: dict[str, Any] = {"num_epochs": 3, "num_warmup": 4, "num_draws": 4, "thin": 2}
 SHORT |= {"num_chains": 2, "sampler": cheap, "random_state": 0}
 
 
 def short_classifier(**changes) -> Any:
-    return BayesianClassifier(**{"widths": (4,), **SHORT, **changes})
+    return estimators.BayesianClassifier(**{"widths": (4,), **SHORT, **changes})
 
 
 def short_regressor(**changes) -> Any:
-    return BayesianRegressor(**{"widths": (), **SHORT, **changes})
+    return estimators.BayesianRegressor(**{"widths": (), **SHORT, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -88,31 +87,29 @@ def test_labels_are_known_by_equality(classifier):
 
 
 def test_units_of_features_and_target_do_not_matter():
-    x, y = 1e3 * X - 7e4, 0.01 * TARGETS + 5
-    fitted, moved = short_regressor().fit(X, TARGETS), short_regressor().fit(x, y)
+    """Also far beyond float32."""
+    fitted = short_regressor().fit(X, TARGETS)
     # The chains see the rows that were held out for the warm start as well.
-    assert [x["num_data"] for x in POSTERIORS[-2:]] == [len(X)] * 2
-    found, other = fitted.prediction(X, TARGETS), moved.prediction(x, y)
-    mean, std = moved.predict(x, return_std=True)
-    np.testing.assert_allclose(mean, 0.01 * found.mean + 5, rtol=0, atol=1e-4)
-    np.testing.assert_allclose(std, 0.01 * np.sqrt(found.total), rtol=1e-2)
-    np.testing.assert_array_equal(moved.predict_std(x), std)
-    np.testing.assert_allclose(other.log_density, found.log_density - np.log(0.01), atol=0.02)
-
-
-def test_units_may_be_far_beyond_float32():
-    expected = short_regressor().fit(X, TARGETS)
-    mean, std = expected.predict(X, return_std=True)
-    np.testing.assert_array_equal(mean, expected.predict(X))
-    density = expected.prediction(X, TARGETS).log_density
-    for unit, of_features in ((1e200, 1e-310), (1e-40, 1e200)):
-        x, y = of_features * X, unit * TARGETS
-        fitted = short_regressor().fit(x, y)
-        found, spread = fitted.predict(x, return_std=True)
-        np.testing.assert_allclose(found / unit, mean, rtol=1e-3, atol=1e-3)
-        np.testing.assert_allclose(spread / unit, std, rtol=1e-3)
-        found = fitted.prediction(x, y).log_density + np.log(unit)
-        np.testing.assert_allclose(found, density, atol=1e-3)
+    assert POSTERIORS[-1]["num_data"] == len(X)
+    mean, std = fitted.predict(X, return_std=True)
+    np.testing.assert_array_equal(mean, fitted.predict(X))
+    density = fitted.prediction(X, TARGETS).log_density
+    np.testing.assert_allclose(std, np.sqrt(fitted.prediction(X, TARGETS).total))
+    for of_features, shift, unit, offset, (rtol, atol, of_density) in (
+        (1e3, -7e4, 0.01, 5, (0, 1e-2, 0.02)),
+        (1e-310, 0, 1e200, 0, (1e-3, 1e-3, 1e-3)),
+        (1e200, 0, 1e-40, 0, (1e-3, 1e-3, 1e-3)),
+    ):
+        x, y = of_features * X + shift, unit * TARGETS + offset
+        moved = short_regressor().fit(x, y)
+        found, spread = moved.predict(x, return_std=True)
+        np.testing.assert_allclose((found - offset) / unit, mean, rtol=rtol, atol=atol)
+        np.testing.assert_allclose(spread / unit, std, rtol=atol)
+        np.testing.assert_array_equal(moved.predict_std(x), spread)
+        whole = moved.prediction(x, y)
+        np.testing.assert_allclose(whole.mean, found, rtol=1e-6)
+        density_of_unit = whole.log_density + np.log(unit)
+        np.testing.assert_allclose(density_of_unit, density, atol=of_density)
 
 
 def test_constant_features_and_targets_have_no_unit():
@@ -152,8 +149,9 @@ def test_parameters_and_clones(classifier):
         copy.predict(X)
     with pytest.raises(ValueError, match="features"):
         classifier.predict(X[:, :1])
-    message = re.escape("`fit(num_chains=...)` must be an integer >= 1, got 0.")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match=r"`fit\(num_chains=...\)` must be an integer >= 1, got 0."
+    ):
         copy.set_params(num_chains=0).fit(X, LABELS)
 
 
@@ -170,12 +168,9 @@ def test_a_pipeline_in_a_grid_search():
 
 
 def test_a_sampler_that_is_built_already_is_refused_before_the_training():
-    tx = optax_smile.psmile(num_data=60, key=0)
-    with pytest.raises(
-        ValueError,
-        match=r"`fit\(sampler=...\)` must be a function of .* a GradientTransformationExtraArgs",
-    ):
-        short_classifier(sampler=tx).fit(X, LABELS)
+    rule = r"`fit\(sampler=...\)` must be a function of .* a GradientTransformationExtraArgs"
+    with pytest.raises(ValueError, match=rule):
+        short_classifier(sampler=stub()).fit(X, LABELS)
 
 
 def test_without_scikit_learn(monkeypatch):

@@ -62,7 +62,7 @@ def test_fit_samples_the_posterior_also_several_steps_at_a_time():
 
 
 def test_a_saved_model_goes_on_as_if_it_had_not_been_saved(tmp_path):
-    sampler: Any = {"sampler": "published.smile_naive", "step_size": 1e-3, "num_warmup": 3}
+    sampler: Any = {"sampler": "sgld", "step_size": 1e-3, "num_warmup": 3, "key": 0}
     expected, half = (linear_model(Sampler(**sampler, num_data=NUM_DATA)) for _ in range(2))
     fit(expected, 8)
     fit(half, 4)

@@ -12,10 +12,6 @@ from sklearn import datasets
 
 import optax_smile
 from optax_smile import local
-from optax_smile.potential import Potential, excess_loss, least_excess_loss, strength_for
-from optax_smile.stages.evidence import StepEnd, Sums
-from optax_smile.stages.integrator import SCHEMES, Heading, Momentum
-from optax_smile.state import MOST_RISE
 
 NUM_DATA, SIZE = 200, 400
 CURVATURES = np.geomspace(1e-2, 3, SIZE)
@@ -40,14 +36,12 @@ def excess_of(precision, temperature=1.0):
 class TestPrior:
     def test_each_chain_has_its_own(self):
         given: dict[str, Any] = {"num_data": 1, "prior_precision": 1e4, "prior_mean": "start"}
-        tx = optax_smile.psmile(decoherence_length="turning", key=0, **given)
-        chains = {"w": jnp.array([[0.0] * 5, [7.0] * 5])}
-        draws = optax_smile.sample(
-            lambda params, batch: 0.0 * jnp.sum(params["w"]), chains, BATCHES, tx,
-            num_warmup=200, num_draws=100, thin=5, check=False, **QUIET,
-        )  # fmt: skip
-        np.testing.assert_allclose(draws.params["w"].mean(axis=(1, 2)), [0, 7], atol=0.01)
-        assert 0.005 < draws.params["w"][1].std() < 0.02
+        tx, chains = optax_smile.sgld(2e-5, **given, key=0), jnp.array([[0.0] * 5, [7.0] * 5])
+        steps: dict[str, Any] = {"num_warmup": 200, "num_draws": 100, "thin": 5, "check": False}
+        flat = lambda params, batch: 0.0 * jnp.sum(params)  # noqa: E731
+        draws = optax_smile.sample(flat, chains, BATCHES, tx, **steps, **QUIET).params
+        np.testing.assert_allclose(draws.mean(axis=(1, 2)), [0, 7], atol=0.01)
+        assert 0.005 < draws[1].std() < 0.02
 
     def test_inside_a_mask_and_with_donated_parameters(self):
         """The start is a copy; the update is that of the number, and at the start that of zero."""
@@ -72,61 +66,25 @@ class TestPrior:
             local.fan_in_precision({"a": jnp.ones(2), "b": jnp.ones(2, jnp.int32)})
 
 
-def test_turning_noise_forgets_over_a_radius():
-    """The same as the number that it stands for, here 1 / 0.25."""
-    one, yes = jnp.float32(1), jnp.array(True)
-    end = StepEnd(yes, yes, one, one / 5, one, one, one, num_parameters=2)
-    rates = one / 4, one / 9
-    heading = Heading(*[one / 2 for _ in Heading._fields])._replace(moving=yes)
-    given = end, heading, Sums(*[one / 3] * 10), rates, 1.0
-    got, expected = (Momentum(SCHEMES["leapfrog"], x).diffuse(*given) for x in ("turning", 4.0))
-    np.testing.assert_allclose(jnp.stack(got), jnp.stack(expected), rtol=1e-6)
-
-
 @pytest.mark.filterwarnings("ignore:.*a term of the parameters alone")
 class TestRise:
-    def test_bound_is_exact_for_one_curvature_and_above_for_several(self):
-        posterior = Potential(NUM_DATA, 3.0, 2.0)
-        exact = 2 / 2 * SIZE * 0.5 / (NUM_DATA * 0.5 + 3)
-        assert excess_loss(posterior, 0.5 * SIZE, SIZE) == pytest.approx(exact)
-        bound = excess_loss(posterior, CURVATURES.sum(), SIZE)
-        assert excess_of(3.0, 2.0) < bound < 3 * excess_of(3.0, 2.0)
-        least = least_excess_loss(posterior, CURVATURES.sum(), (CURVATURES**2).sum())
-        assert excess_of(3.0, 2.0) / 3 < least < excess_of(3.0, 2.0)
-        assert least_excess_loss(posterior, 0.5 * SIZE, 0.25 * SIZE) == pytest.approx(exact)
-        assert least_excess_loss(posterior, 0.0, 1.0) == 0
-        assert excess_loss(posterior, np.inf, SIZE) == pytest.approx(2 * SIZE / NUM_DATA / 2)
-        assert excess_loss(posterior, 0.0, SIZE) == 0
-        # What `network_candidates` does the other way round; where any prior is enough, none.
-        for allowed, temperature in (0.01, 1.0), (0.02, 0.5):
-            tempered = Potential(NUM_DATA, temperature=temperature)
-            strength = strength_for(tempered, 7.0, SIZE, allowed)
-            found = excess_loss(tempered._replace(prior_precision=strength), 7.0, SIZE)
-            assert found == pytest.approx(allowed)
-        assert strength_for(posterior, 7.0, SIZE, 2 * SIZE / NUM_DATA) == 0
-
-    def run(self, check=True, **posterior):
+    def run(self, **posterior):
         given: dict[str, Any] = {"num_data": 20, "key": 0} | posterior
-        steps: dict[str, Any] = {"num_warmup": 0, "num_draws": 1, "check": check}
         start, tx = {"w": jnp.ones((1, SIZE))}, optax_smile.sgld(1e-9, **given)
-        return optax_smile.sample(bowl, start, BATCHES, tx, **steps, **QUIET)
+        optax_smile.Run(bowl, start, BATCHES, tx, key=0).advance(1)
 
     def test_is_told_before_the_run(self):
         with pytest.warns(UserWarning, match=r"will be more than 1 nat .*d / N = 20"):
             self.run(prior_precision={"w": 1.0})
 
-    def test_is_not_told_where_there_is_none_or_without_check(self):
+    def test_is_not_told_where_there_is_none(self):
         self.run(prior_precision=1e4)
         self.run(temperature=0.01)
-        draws = self.run(check=False)
-        np.testing.assert_allclose(draws.trace["start_loss"], 0.3, rtol=1e-5)
-        np.testing.assert_allclose(draws.trace["loss"], [[0.3]], rtol=1e-3)
 
     @pytest.mark.nightly
     def test_of_a_trained_perceptron_nothing_is_told_that_is_not_so(self):
-        """Its loss rises by a fraction of a nat, though it has three times as many weights as data.
-
-        The bound from above was 2.6 nats where .3 were seen.
+        """Its loss rises by a fraction of a nat, though it has three times as many weights as data,
+        T d / 2 N = 1.8 nats: the bound from above was 2.6 nats where .3 were seen.
         """
         digits: Any = datasets.load_digits()
         x, y = (digits.data / 16).astype(np.float32)[:500], digits.target[:500]
@@ -149,7 +107,7 @@ class TestRise:
             loss, start, batches, tx, num_warmup=600, num_draws=20, thin=20, **QUIET
         )
         rise = np.mean(draws.trace["loss"][:, -20:]) - np.mean(draws.trace["start_loss"])
-        assert rise < MOST_RISE < excess_loss(Potential(500), np.inf, 1_800)
+        assert rise < 1
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +148,8 @@ class TestPrecision:
         def slope(params, batch):
             return jnp.sum(params["w"]) + jnp.sum(params["w"] ** 2) / 20 + batch.mean()
 
-        search = local.local_precision(slope, WEIGHTS, BATCHES, num_data=1, allowed=0.1, **QUIET)
+        options = {"allowed": 0.1, "make_sampler": functools.partial(optax_smile.sgld, 1e-3)}
+        search = local.local_precision(slope, WEIGHTS, BATCHES, num_data=1, **options, **QUIET)
         assert search.loss[search.best] < search.start_loss
         assert 1 / 1.25 <= search.excess[search.best] / 0.1 <= 1.25
 

@@ -20,17 +20,13 @@ PROBABILITIES = np.array(
 LABELS = np.array([0, 1, 0, 2, 1])
 
 
-def random_predictions(seed, num_inputs=40, num_classes=4):
+def predictions(seed, is_tied, num_classes=4):
+    """For 40 inputs; probabilities are multiples of a tenth if many are to be equal."""
     generator = np.random.default_rng(seed)
-    labels = generator.integers(0, num_classes, num_inputs)
-    return generator.dirichlet(np.ones(num_classes), num_inputs), labels
-
-
-def tied_predictions(seed, num_inputs=40, num_classes=4):
-    """Probabilities are multiples of a tenth, so that many are equal; every class occurs."""
-    generator = np.random.default_rng(seed)
-    tenths = generator.multinomial(10, np.ones(num_classes) / num_classes, num_inputs)
-    return tenths / 10, generator.permutation(np.arange(num_inputs) % num_classes)
+    probabilities = generator.dirichlet(np.ones(num_classes), 40)
+    tenths = generator.multinomial(10, np.ones(num_classes) / num_classes, 40) / 10
+    labels = generator.permutation(np.arange(40) % num_classes)
+    return (tenths if is_tied else probabilities), labels
 
 
 def random_normals(seed, num_draws=7, num_inputs=5):
@@ -40,33 +36,30 @@ def random_normals(seed, num_draws=7, num_inputs=5):
 
 
 def mixture_cdf(mean, std, column):
-    parts = scipy.stats.norm(mean[:, column], std[:, column])
-    return lambda x: float(parts.cdf(x).mean())
+    return lambda x: float(scipy.stats.norm.cdf(x, mean[:, column], std[:, column]).mean())
 
 
 def test_scores_agree_with_scikit_learn():
     theirs: Any = sklearn.metrics
-    for predictions, seed in itertools.product((random_predictions, tied_predictions), range(5)):
-        probabilities, labels = predictions(seed)
+    for is_tied, seed in itertools.product((False, True), range(5)):
+        probabilities, labels = predictions(seed, is_tied)
         probabilities = 0.999 * probabilities + 0.00025  # none is zero, so logarithms are finite
         density, best = np.log(probabilities[np.arange(40), labels]), probabilities.argmax(1)
-        loss = theirs.log_loss(labels, probabilities, labels=np.arange(4))
-        brier = theirs.brier_score_loss(
-            labels, probabilities, labels=np.arange(4), scale_by_half=False
-        )
-        expected = {
-            metrics.accuracy: theirs.accuracy_score(labels, best),
-            metrics.f1: theirs.f1_score(labels, best, average="macro"),
-            metrics.auroc: theirs.roc_auc_score(labels, probabilities, multi_class="ovr"),
-            metrics.brier: brier,
-        }
-        for score, value in expected.items():
-            assert score(probabilities, labels) == pytest.approx(value, abs=1e-12)
-        assert metrics.lppd(density) == pytest.approx(-loss, abs=1e-12)
-        assert metrics.perplexity(density) == pytest.approx(np.exp(loss), abs=1e-12)
-        probabilities, labels = tied_predictions(seed, num_classes=2)
-        value = theirs.roc_auc_score(labels, probabilities[:, 1])
-        assert metrics.auroc(probabilities, labels) == pytest.approx(value, abs=1e-12)
+        every: dict[str, Any] = {"labels": np.arange(4)}
+        loss = theirs.log_loss(labels, probabilities, **every)
+        brier = theirs.brier_score_loss(labels, probabilities, **every, scale_by_half=False)
+        two, binary = predictions(seed, True, num_classes=2)
+        area = theirs.roc_auc_score(labels, probabilities, multi_class="ovr")
+        for found, expected in (
+            (metrics.accuracy(probabilities, labels), theirs.accuracy_score(labels, best)),
+            (metrics.f1(probabilities, labels), theirs.f1_score(labels, best, average="macro")),
+            (metrics.auroc(probabilities, labels), area),
+            (metrics.auroc(two, binary), theirs.roc_auc_score(binary, two[:, 1])),
+            (metrics.brier(probabilities, labels), brier),
+            (metrics.lppd(density), -loss),
+            (metrics.perplexity(density), np.exp(loss)),
+        ):
+            assert found == pytest.approx(expected, abs=1e-12)
     mean, _, targets = random_normals(0)
     value = theirs.root_mean_squared_error(targets, mean[0])
     assert metrics.rmse(mean[0], targets) == pytest.approx(value, abs=1e-12)
@@ -146,16 +139,15 @@ def test_interval_of_a_mixture_against_root_finding():
 
 
 def test_crps_against_its_integral():
+    integral: Any = scipy.integrate.quad
     for num_draws in (7, 1):
         mean, std, targets = random_normals(4, num_draws)
-        expected = 0.0
+        parts = []
         for column, target in enumerate(targets):
             cdf = mixture_cdf(mean, std, column)
-            for sign, ends in ((0, (-40, target)), (1, (target, 40))):
-                part, _ = scipy.integrate.quad(
-                    lambda x, f, s: (s - f(x)) ** 2, *ends, (cdf, sign), limit=200
-                )
-                expected += part / len(targets)
+            parts.append(integral(lambda x, f: f(x) ** 2, -40, target, (cdf,), limit=200)[0])
+            parts.append(integral(lambda x, f: (1 - f(x)) ** 2, target, 40, (cdf,), limit=200)[0])
+        expected = np.sum(parts) / len(targets)
         assert metrics.crps(mean, std, targets) == pytest.approx(expected, abs=1e-7)
     assert metrics.crps(mean[0], std[0], targets) == pytest.approx(expected, abs=1e-7)
     distance = np.mean(np.abs(mean[0] - targets))

@@ -12,6 +12,7 @@ from jax.flatten_util import ravel_pytree
 
 import optax_smile
 from optax_smile import _tree
+from optax_smile.stages import evidence
 from optax_smile.stages import integrator as stepping
 
 FIRST_KICK = 0.1931833275037836
@@ -406,6 +407,18 @@ def test_random_signs_are_those_of_the_place():
     flat = _tree.isotropic_like(key, jnp.zeros(8 * 9 * 10 * 2))
     for shape in ((8, 9, 10, 2), (72, 20)):
         np.testing.assert_array_equal(_tree.isotropic_like(key, jnp.zeros(shape)).ravel(), flat)
+
+
+def test_turning_noise_forgets_over_a_radius():
+    """The same as the number that it stands for, here 1 / 0.25."""
+    one, yes = jnp.float32(1), jnp.array(True)
+    end = evidence.StepEnd(yes, yes, one, one / 5, one, one, one, num_parameters=2)
+    fields = [one / 2 for _ in stepping.Heading._fields]
+    heading = stepping.Heading(*fields)._replace(moving=yes)
+    given = end, heading, evidence.Sums(*[one / 3] * 10), (one / 4, one / 9), 1.0
+    leapfrog = partial(stepping.Momentum, stepping.SCHEMES["leapfrog"])
+    got, expected = (leapfrog(length).diffuse(*given) for length in ("turning", 4.0))
+    np.testing.assert_allclose(jnp.stack(got), jnp.stack(expected), rtol=1e-6)
 
 
 # With gradients of batches, against a step in NumPy.

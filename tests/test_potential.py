@@ -115,6 +115,27 @@ def test_a_summary_says_that_a_posterior_is_cold():
         assert ("temperature 0.25: a cold posterior" in str(found)) == (temperature < 1)
 
 
+def test_bound_is_exact_for_one_curvature_and_above_for_several():
+    """What `network_candidates` does the other way round; where any prior is enough, none."""
+    size, curvatures = 400, np.geomspace(1e-2, 3, 400)
+    posterior = Potential(200, 3.0, 2.0)
+    bound, least = potential.excess_loss, potential.least_excess_loss
+    exact, several = size * 0.5 / (200 * 0.5 + 3), np.sum(curvatures / (200 * curvatures + 3))
+    assert bound(posterior, 0.5 * size, size) == pytest.approx(exact)
+    assert several < bound(posterior, curvatures.sum(), size) < 3 * several
+    of_squares = least(posterior, curvatures.sum(), (curvatures**2).sum())
+    assert several / 3 < of_squares < several
+    assert least(posterior, 0.5 * size, 0.25 * size) == pytest.approx(exact)
+    assert least(posterior, 0.0, 1.0) == bound(posterior, 0.0, size) == 0
+    assert bound(posterior, np.inf, size) == pytest.approx(2 * size / 200 / 2)
+    for allowed, temperature in (0.01, 1.0), (0.02, 0.5):
+        tempered = Potential(200, temperature=temperature)
+        strength = potential.strength_for(tempered, 7.0, size, allowed)
+        found = bound(tempered._replace(prior_precision=strength), 7.0, size)
+        assert found == pytest.approx(allowed)
+    assert potential.strength_for(posterior, 7.0, size, 2 * size / 200) == 0
+
+
 # A prior that is a function.
 
 PRECISION = 3.0

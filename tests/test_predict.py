@@ -11,7 +11,6 @@ import scipy.special
 import scipy.stats
 
 import optax_smile
-from optax_smile.draws import predict as averages
 
 GENERATOR = np.random.default_rng(0)
 CHAINS, DRAWS, NUM_INPUTS, CLASSES = 4, 25, 30, 5
@@ -127,17 +126,12 @@ def test_gaussian():
 def test_log_densities_of_several_outputs_are_summed():
     """Labels of any type: of unsigned ones nothing can be subtracted."""
     targets, two = GENERATOR.normal(size=(2, NUM_INPUTS, 2)).astype(np.float32)
-    log_stds = [np.array([0.0, 1.0], np.float32)]
-    labels = (two > 0).astype(np.uint8)
+    log_stds, labels = [np.array([0.0, 1.0], np.float32)], (two > 0).astype(np.uint8)
+    pair = predict(lambda params, x: (x[:, :2], params[None]), log_stds, "gaussian", targets)
+    logits = predict(lambda params, x: x[:, :2], ONE, "bernoulli", labels)
     for got, expected in (
-        (
-            predict(lambda params, x: (x[:, :2], params[None]), log_stds, "gaussian", targets),
-            scipy.stats.norm.logpdf(targets, INPUTS[:, :2], [[1, np.e]]),
-        ),
-        (
-            predict(lambda params, x: x[:, :2], ONE, "bernoulli", labels),
-            -np.logaddexp(0, np.where(labels == 1, -1, 1) * INPUTS[:, :2]),
-        ),
+        (pair, scipy.stats.norm.logpdf(targets, INPUTS[:, :2], [[1, np.e]])),
+        (logits, -np.logaddexp(0, np.where(labels == 1, -1, 1) * INPUTS[:, :2])),
     ):
         np.testing.assert_allclose(got.log_density, expected.sum(1), rtol=1e-5)
         assert got.total.shape == (NUM_INPUTS, 2)
@@ -155,54 +149,39 @@ def test_bernoulli():
     np.testing.assert_allclose(got.aleatoric, entropy(both).mean((0, 1)), atol=1e-5)
 
 
-def test_tokens_are_averaged_each_for_itself_and_padding_counts_nothing():
-    tokens = LABELS.reshape(6, 5).copy()
-    tokens[2, 3:] = -1
-    inputs = INPUTS.reshape(6, 5, 3)
-    got = predict(lambda params, x: x @ params["w"][None], SNAPSHOTS, "tokens", tokens, inputs)
-    expected = np.where(tokens < 0, np.nan, log_mean(CHOSEN, (0, 1)).reshape(6, 5))
-    np.testing.assert_allclose(got.log_density, expected, rtol=1e-5, atol=1e-5)
-    assert got.mean is None and got.total is None and got.uncertainty is None
-    lppd = np.nanmean(expected)
-    assert optax_smile.metrics.lppd(got.log_density) == pytest.approx(lppd, abs=1e-5)
-    assert f"mean {lppd:.4f}" in repr(got)
-
-
 def test_padding_is_nan_in_every_prediction_and_counts_in_no_score():
-    """A uniform guess among five classes, in pieces and in the ways to ask for parts of it."""
-    uniform, labels = np.log(0.2), np.array([[1, 2, -1], [0, -1, -1], [-1, -1, -1], [3, 4, 0]])
-    padded = np.where(labels < 0, np.nan, uniform)
+    """In pieces, in the ways to ask for parts, and whatever a model says about padding."""
+    tokens, inputs = LABELS.reshape(6, 5).copy(), INPUTS.reshape(6, 5, 3)
+    tokens[2, 3:] = -1
+    tokens[4] = -1
 
     def logits(params, x):
-        # What a model says about padding does not matter.
-        wild = jnp.where(jnp.arange(3)[:, None] > 1, jnp.nan * params, 0.0)
-        return jnp.where(x[:, :1, None] > 0, wild, 0.0) * jnp.ones((len(x), 3, 5))
+        return jnp.where(x[..., :1] == inputs[4:5, :, :1], jnp.nan, x @ params["w"][None])
 
-    inputs = np.array([[0.0], [0.0], [1.0], [0.0]], np.float32)
-    own = optax_smile.Likelihood(
-        None,
-        lambda x, y: jnp.where(y < 0, 7.0, jax.nn.log_softmax(x)[..., 0]),
-        has_target=lambda y: y >= 0,
-    )
-    draws = optax_smile.Snapshots(np.zeros((2, 3), np.float32))
-    for likelihood, batch_size in (("tokens", None), (own, 3)):
-        by_draw, by_chain = (
-            predict(logits, draws, likelihood, labels, inputs, per=per, batch_size=batch_size)
-            for per in ("draw", "chain")
-        )
-        for found, shape in (
-            (by_draw, ()),
-            (by_draw.each, (2, 3)),
-            (by_chain.each, (2,)),
-        ):
-            expected = np.broadcast_to(padded, (*shape, *padded.shape))
-            np.testing.assert_allclose(found.log_density, expected, rtol=1e-6)
-        assert optax_smile.metrics.lppd(by_draw.log_density) == pytest.approx(uniform)
-        assert optax_smile.metrics.score(by_draw, labels) == {"perplexity": pytest.approx(5)}
-    with pytest.raises(
-        ValueError, match=r"targets=...\)` must be one target or more, got padding alone"
-    ):
-        predict(logits, draws, "tokens", labels * 0 - 1, inputs)
+    def log_density(x, y):
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(x), abs(y)[..., None], -1)[..., 0]
+        return jnp.where(y < 0, 7.0, chosen)
+
+    own = optax_smile.Likelihood(None, log_density, has_target=lambda y: y >= 0)
+    density = CHOSEN.reshape(CHAINS, DRAWS, 6, 5)
+    for likelihood, batch_size in (("tokens", None), (own, 4)):
+        for per, found_of in (("draw", density), ("chain", log_mean(density, 1))):
+            given: dict[str, Any] = {"per": per, "batch_size": batch_size}
+            got = predict(logits, SNAPSHOTS, likelihood, tokens, inputs, **given)
+            for found, expected in (
+                (got.log_density, log_mean(density, (0, 1))),
+                (got.each.log_density, found_of),
+            ):
+                expected = np.where(tokens < 0, np.nan, expected)
+                np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        assert got.mean is None and got.total is None and got.uncertainty is None
+        lppd = np.nanmean(np.where(tokens < 0, np.nan, log_mean(density, (0, 1))))
+        assert optax_smile.metrics.lppd(got.log_density) == pytest.approx(lppd, abs=1e-5)
+        score = optax_smile.metrics.score(got, tokens)
+        assert score == {"perplexity": pytest.approx(np.exp(-lppd), rel=1e-5)}
+        assert f"mean {lppd:.4f}" in repr(got)
+    with pytest.raises(ValueError, match=r"targets=...\)` must be one target .*got padding alone"):
+        predict(logits, SNAPSHOTS[:1], "tokens", tokens * 0 - 1, inputs)
 
 
 def test_a_likelihood_of_ones_own_and_a_generator_without_targets():
@@ -253,39 +232,24 @@ def test_half_precision_outputs_are_averaged_in_full_precision():
         assert half.dtype == np.float32
 
 
-def test_averages_join_as_if_they_were_one():
-    """In any order and grouping, also with rows that stand for none; the first of 16 is whole."""
-    cases, count, generator = 16, 40, np.random.default_rng(0)
-    scale = 10 ** generator.uniform(-2, 2, (cases, 1, 1))
-    values = (scale * (10 + generator.normal(size=(cases, count, 3)))).astype(np.float32)
-    densities = (scale * generator.normal(size=(cases, count, 3))).astype(np.float32)
-    numbers = np.array([generator.permutation(count) for _ in range(cases)], np.int32)
-    is_first = np.arange(count) < np.linspace(count, 1, cases).astype(int)[:, None]
+def test_averages_of_any_scale_join_as_if_they_were_one():
+    rng, count = np.random.default_rng(0), 48
+    scale = 10 ** rng.uniform(-2, 2, count)
+    values = (scale * (10 + rng.normal(size=(40, count)))).astype(np.float32)
+    log_std = np.log(scale).astype(np.float32)
+    draws = optax_smile.Snapshots(np.arange(40).reshape(20, 2).T)
+    targets = (scale * (10 + 5 * rng.normal(size=count))).astype(np.float32)
 
-    @jax.jit
-    @jax.vmap
-    def joined(values, densities, first, second):
-        outcomes = optax_smile.Outcome(values, values**2, None, densities)
+    def outputs(number, x):
+        return jnp.asarray(values)[number, x], jnp.asarray(log_std)[x]
 
-        def add(average, number):
-            outcome = jax.tree.map(lambda x: x[number], outcomes)
-            return average.add(outcome, jnp.zeros(2), number), None
-
-        zero = averages._empty_average(jax.tree.map(lambda x: x[0], outcomes), jnp.zeros(2))
-        one, other = (jax.lax.scan(add, zero, part)[0] for part in (first, second))
-        return one.join(other)
-
-    got = joined(
-        values, densities, *(np.where(rows, numbers, -1) for rows in (is_first, ~is_first))
-    )
-    assert np.all(got.count == count) and np.all(got.invalid == -1)
-    values = values.astype(float)
-    np.testing.assert_allclose(got.mean, values.mean(1), rtol=1e-5)
-    np.testing.assert_allclose(got.variance, (values**2).mean(1), rtol=1e-5)
-    np.testing.assert_allclose(got.spread / count, values.var(1), rtol=1e-4)
-    log_density = got.largest + np.log(got.relative / count)
-    expected = log_mean(densities.astype(float), 1)
-    np.testing.assert_allclose(log_density, expected, rtol=1e-5, atol=1e-5)
+    got = predict(outputs, draws, "gaussian", targets, np.arange(count), batch_size=20)
+    exact = values.astype(float)
+    np.testing.assert_allclose(got.mean, exact.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(got.aleatoric, scale**2, rtol=1e-5)
+    np.testing.assert_allclose(got.epistemic, exact.var(0), rtol=1e-4)
+    density = log_mean(scipy.stats.norm.logpdf(targets, exact, np.exp(log_std.astype(float))), 0)
+    np.testing.assert_allclose(got.log_density, density, rtol=1e-5, atol=1e-5)
 
 
 def test_means_far_from_zero_keep_their_digits():
@@ -322,11 +286,7 @@ class Draws(list):
 
 MISFITS = (
     ("snapshots", [], "at least one parameter tree, got none"),
-    (
-        "snapshots",
-        with_nan((2, 7), (0, 9)),
-        "got nan, inf or a variance < 0 from chain 2, draw 7. Leave",
-    ),
+    ("snapshots", with_nan((2, 7), (0, 9)), "got nan, inf .* < 0 from chain 2, draw 7. Leave"),
     ("snapshots", [*ONE, ONE[0] | {"w": WEIGHTS[0, 0, :2]}], r"the first one \(this is snapshot"),
     ("snapshots", ONE[0], "an iterable of parameter trees, got a dict. Make them with"),
     ("targets", LABELS + 1, "classes from 0 to 4, got 1 to 5"),
@@ -343,14 +303,10 @@ MISFITS = (
     ("specs", {"w": jax.P(), "log_std": jax.P()}, "None without a mesh"),
 )
 # Of a likelihood: outputs and targets that it does not take.
+PAIRS = r"at most one log density for each of the 30 targets, got shape \(30, 30\). Targets \[inp"
 OUTPUTS: Any = (
     ("gaussian", lambda x: (x[:, :1], 0.0), TARGETS, r"of the mean, \(30, 1\), got \(30,\)"),
-    (
-        "gaussian",
-        lambda x: (x[:, 0], jnp.zeros(7)),
-        TARGETS,
-        "and broadcasts to it, got the shapes",
-    ),
+    ("gaussian", lambda x: (x[:, 0], jnp.zeros(7)), TARGETS, "broadcasts to it, got the shapes"),
     ("gaussian", lambda x: (x[:, 0] + 1j, 0.0), TARGETS, "real predictions, got complex64"),
     ("gaussian", lambda x: x[:2], TARGETS, r"a pair \(mean, log_std\) for 'gaussian'"),
     ("gaussian", lambda x: (x[:, 0], 0.0), np.where(LABELS == 2, np.nan, 1), "finite, got nan"),
@@ -359,12 +315,7 @@ OUTPUTS: Any = (
     ("bernoulli", lambda x: x[:, 0], np.full(NUM_INPUTS, 2), "0 or 1, got 2"),
     ("tokens", lambda x: x, LABELS, r"returns logits \[inp.* for 'tokens', got"),
     ("tokens", lambda x: x[:, None], np.full((30, 1), -100), "from -1 to 2, got -100 to -100"),
-    (
-        optax_smile.Likelihood(lambda x: x, lambda x, y: -((x - y[None]) ** 2)),
-        lambda x: x[:, :1],
-        TARGETS,
-        r"at most one log density for each of the 30 targets, got shape \(30, 30\). Targets \[inp",
-    ),
+    (own(log_density=lambda x, y: -((x - y[None]) ** 2)), lambda x: x[:, :1], TARGETS, PAIRS),
 )
 
 
@@ -379,31 +330,20 @@ class Tensor:
 
 
 def test_inputs_and_targets_are_what_numpy_reads():
-    """Foreign byte orders, data frames and tensors; a masked array only without masked entries."""
-
-    def swapped(x):
-        return x.astype(x.dtype.newbyteorder())
-
-    def frame(x):
-        return pandas.DataFrame(x) if x.ndim > 1 else pandas.Series(x)
-
+    """Foreign byte orders, data frames and tensors."""
     expected = classify().log_density
-    for convert in (swapped, frame, Tensor):
-        inputs, targets = convert(INPUTS), convert(LABELS)
-        got = predict(apply_fn, SNAPSHOTS, "categorical", targets, inputs)
-        np.testing.assert_array_equal(got.log_density, expected)
-    hidden = np.ma.masked_array(INPUTS, mask=INPUTS > 1), np.ma.masked_array(LABELS, LABELS > 2)
-    for argument, given in (
-        ("inputs", {"inputs": hidden[0]}),
-        ("targets", {"inputs": INPUTS, "targets": hidden[1]}),
-        ("inputs", {"inputs": INPUTS.astype(str)}),
-        ("inputs", {"inputs": INPUTS.astype("M8[s]")}),
+    for of_inputs, of_targets in (
+        (lambda x: x.astype(x.dtype.newbyteorder()),) * 2,
+        (pandas.DataFrame, pandas.Series),
+        (Tensor, Tensor),
     ):
-        with pytest.raises(ValueError, match=rf"^`predict\({argument}=...\)` must be .*, got "):
-            predict(apply_fn, SNAPSHOTS, "categorical", **given)
-    with pytest.raises(ValueError, match=r"`Predictor.update\(params=...\)` must be .* masked"):
-        predictor = optax_smile.Predictor(apply_fn, INPUTS, likelihood="categorical")
-        predictor.update({"w": np.ma.masked_array(WEIGHTS[0, 0], WEIGHTS[0, 0] > 0)})
+        given: Any = SNAPSHOTS, "categorical", of_targets(LABELS), of_inputs(INPUTS)
+        np.testing.assert_array_equal(predict(apply_fn, *given).log_density, expected)
+    with pytest.raises(ValueError, match=r"^`predict\(inputs=...\)` must be .*, got "):
+        predict(apply_fn, SNAPSHOTS, "categorical", inputs=INPUTS.astype("M8[s]"))
+    hidden = np.ma.masked_array(LABELS, LABELS > 2)
+    with pytest.raises(ValueError, match=r"^`predict\(targets=...\)` must be .*masked"):
+        predict(apply_fn, SNAPSHOTS, "categorical", hidden)
 
 
 def test_what_does_not_fit_is_named():

@@ -57,7 +57,7 @@ class _Batches(_check.Constraint):
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         is_one = hasattr(value, "shape") or isinstance(value, tuple | dict)
-        if not is_one and hasattr(value, "__iter__") and not isinstance(value, str | bytes):
+        if not is_one and hasattr(value, "__iter__") and not isinstance(value, str | bytes | type):
             convert = partial(
                 _on_host.as_numeric, where, argument, copy=not isinstance(value, list)
             )
@@ -124,7 +124,7 @@ def check(
     Example:
         >>> import jax.numpy as jnp, optax, optax_smile
         >>> loss_fn = lambda w, batch: jnp.sum((batch @ w) ** 2)
-        >>> tx = optax.chain(optax.scale(-1e-3), optax_smile.psmile(num_data=99, key=0))
+        >>> tx = optax.chain(optax.scale(-1e-3), optax_smile.sgld(1e-4, num_data=99, key=0))
         >>> report = optax_smile.check(loss_fn, jnp.ones(3), jnp.eye(9, 3) + 1, tx)
         >>> [finding.kind for finding in report.findings]
         ['mean loss', 'before the sampler']

@@ -84,7 +84,8 @@ def recorded(
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
-        >>> tx = optax_smile.recorded(optax_smile.psmile(num_data=1, key=0), num_warmup=10, thin=5)
+        >>> sampler = optax_smile.sgld(0.1, num_data=1, key=0)
+        >>> tx = optax_smile.recorded(sampler, num_warmup=10, thin=5)
         >>> def step(carry, _):
         ...     w, state = carry
         ...     updates, state = tx.update(w, state, w)

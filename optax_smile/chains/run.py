@@ -75,7 +75,7 @@ class Run:
     Example:
         >>> import jax.numpy as jnp, optax_smile
         >>> loss_fn = lambda w, batch: jnp.sum((w - batch) ** 2) / 2
-        >>> sampler = optax_smile.smile(0.1, num_data=10, decoherence_length=None)
+        >>> sampler = optax_smile.sgld(0.01, num_data=10, key=0)
         >>> run = optax_smile.Run(loss_fn, jnp.eye(3, 2), [jnp.ones(2)], sampler, key=0)
         >>> run.advance(20)
         >>> norms = [float(jnp.linalg.norm(draw)) for draw in run.draws(5, thin=2)]

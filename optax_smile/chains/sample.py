@@ -131,7 +131,7 @@ def sample(
         >>> loss_fn = lambda params, batch: jnp.sum((params["w"] - batch) ** 2) / 2
         >>> draws = optax_smile.sample(
         ...     loss_fn, {"w": jnp.eye(3, 2)}, [jnp.ones(2)],
-        ...     optax_smile.smile(0.1, num_data=10, decoherence_length=None),
+        ...     optax_smile.sgld(0.01, num_data=10, key=0),
         ...     num_warmup=20, num_draws=5, thin=2, key=jax.random.key(0), progress=False,
         ... )
         >>> draws.params["w"].shape

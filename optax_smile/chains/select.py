@@ -210,12 +210,12 @@ def select(
         >>> loss_fn = lambda params, y: jnp.mean((apply_fn(params, x)[0] - y) ** 2) / 2
         >>> selection = optax_smile.select(
         ...     loss_fn, {"w": 3 * jnp.eye(2)}, [2 * x],
-        ...     {"near": optax.sgd(1e-6), "psmile": optax_smile.psmile(num_data=20, key=0)},
+        ...     {"near": optax.sgd(1e-6), "sgld": optax_smile.sgld(0.02, num_data=20, key=0)},
         ...     apply_fn, (x, 2 * x), likelihood="gaussian", num_warmup=200, num_draws=30,
         ...     key=jax.random.key(0), progress=False,
         ... )
         >>> selection.best, selection.draws.num_draws
-        ('psmile', 30)
+        ('sgld', 30)
     """
     validation = _on_host.as_numeric("select", "validation", tuple(validation), copy=True)
     if (number := jax.process_count()) > 1:

@@ -380,7 +380,7 @@ def load_snapshots(
 
     Example:
         >>> import jax.numpy as jnp, optax_smile, tempfile
-        >>> directory, sampler = tempfile.mkdtemp(), optax_smile.smile(0.1, num_data=10, key=0)
+        >>> directory, sampler = tempfile.mkdtemp(), optax_smile.sgld(0.01, num_data=10, key=0)
         >>> loss_fn = lambda params, x: jnp.sum((params["w"] - x) ** 2)
         >>> steps = {"num_warmup": 0, "num_draws": 5, "directory": directory, "progress": False}
         >>> start, batches = {"w": jnp.eye(3, 2)}, [jnp.ones(2)]

@@ -137,7 +137,9 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
         num_chains, num_epochs, num_warmup, num_draws, thin: see `warmstart` and `sample`.
 
     Example:
+        >>> import functools, optax_smile
         >>> few = {"num_chains": 2, "num_warmup": 20, "num_draws": 5, "thin": 4}
+        >>> few["sampler"] = functools.partial(optax_smile.sgld, 1e-3)
         >>> short = BayesianClassifier(widths=(8,), **few, random_state=0)
         >>> short.fit([[0], [1], [2], [3]], ["no", "no", "yes", "yes"]).predict([[9]]).tolist()
         ['yes']

@@ -24,7 +24,7 @@ MOST_BATCHES = 20
 
 @_check.arguments(
     loss_fn=_check.Function("(params, batch)"),
-    params=_check.Tree("a tree of arrays [chain, ...]", finite=True),
+    params=_check.Tree("a tree of arrays [chain, ...]", axes="[chain, ...]", finite=True),
     batches=_check.REPEATABLE,
     optimizer=_check.TRANSFORMATION,
     num_data=_check.Real(1, large=True, traced=False),

@@ -1,15 +1,18 @@
-"""Wrong calls: every argument of every public function in turn replaced by hostile values.
+"""Wrong calls: every argument of every public function in turn replaced by wrong values.
 
-A call may succeed where the value is lawful (`LAWFUL`), or raise an `ArgumentError` that names the
-function and the argument. An exception from inside JAX, NumPy or Python, or a success that means
-nothing, fails. All of it: `pytest tests/faults --full`.
+The values are hostile ones for all arguments, and those that a declared constraint must refuse. A
+call may succeed where the value is lawful, or raise an `ArgumentError` that names the function and
+the argument. An exception from inside JAX, NumPy or Python, or a success that means nothing, fails.
+All of it: `pytest tests/faults --full`. Messages are of what functions refuse beyond declarations.
 """
 
 import inspect
+import math
+import pickle
 import random
 import re
 import warnings
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,247 +20,336 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import pytest
-from calls import FAMILIES, KEY, PARAMS, family, run_in
-from test_imports import public_objects
+from calls import BATCHES, KEY, PARAMS, loss_fn, run_in, valid_calls
 
-from optax_smile import ArgumentError
-from optax_smile._tree import MISSING_PARAMS
-
-# By name, made anew for each call. A tracer comes from inside a compiled function.
-HOSTILE: dict[str, Any] = {
-    "none": lambda: None,
-    "nan": lambda: float("nan"),
-    "inf": lambda: float("inf"),
-    "minus": lambda: -1,
-    "zero": lambda: 0,
-    "denormal": lambda: 1e-320,
-    "huge": lambda: 10**30,
-    "text": lambda: "x",
-    "bytes": lambda: b"x",
-    "list": lambda: [],
-    "dict": lambda: {},
-    "object": lambda: object(),
-    "class": lambda: dict,
-    "function": lambda: lambda: None,
-    "true": lambda: True,
-    "complex": lambda: 1j,
-    "ragged": lambda: [[1.0, 2.0], [3.0]],
-    "texts": lambda: np.array(["1", "2", "3"]),
-    "empty": lambda: np.zeros((0, 3)),
-    "odd": lambda: np.ones((7, 5, 3, 2)),
-    "nans": lambda: np.full(3, np.nan),
-    "ints": lambda: {"w": jnp.ones((2, 3), int), "b": jnp.ones(3, int)},
-    "other": lambda: {"other": jnp.ones((2, 2))},
-    "tracer": None,
-    "key": lambda: jax.random.key(1),
-    "keys": lambda: jax.random.split(KEY, 2),
-    "optimizer": lambda: optax.adam(1e-3),
-    "state": lambda: optax.adam(1e-3).init(PARAMS),
-}
+import optax_smile
+from optax_smile import ArgumentError, _check, sgld
 
 
-# Nothing for users to call: records that functions return, and what the package is made of.
-NOT_CALLED = {
-    *("Outcome", "Prediction", "Selection", "StoredSnapshots"),
-    *("diagnostics.Check", "diagnostics.Summary"),
-    *("ArgumentError", "CheckReport", "RecordedSampler", "Stats"),
-    # Classes to inherit from.
-    *("Preconditioner", "Tuner"),
-    *("metrics.Reliability", "metrics.RiskCoverage", "local.PrecisionSearch"),
-    "interop.NumpyroModel",
-    # A module of classes that scikit-learn checks: `test_estimators.py`.
-    "interop.estimators",
-}
+class Model:
+    """As Flax has it: `apply` is the function."""
 
-# What an argument may be besides the value of the valid call: by its name, or by function and name.
-NUMBER, POSITIVE, TREES = (
-    {"minus", "zero", "denormal", "true"},
-    {"denormal", "true"},
-    {"odd", "other"},
-)
-LAWFUL: dict[str, set[str]] = {
+    init = apply = __call__ = staticmethod(lambda *_: None)
+
+
+def hostile() -> dict[str, Any]:
+    """Made anew for each call; a tracer comes from inside a compiled function."""
+    made: dict[str, Any] = {"none": None, "nan": math.nan, "inf": math.inf, "minus": -1, "zero": 0}
+    made |= {"denormal": 1e-320, "huge": 10**30, "true": True, "complex": 1j, "text": "x"}
+    made |= {"bytes": b"x", "list": [], "dict": {}, "object": object(), "class": dict}
+    made |= {"function": lambda: None, "model": Model(), "ragged": [[1.0, 2.0], [3.0]]}
+    made |= {"texts": np.array(["1", "2", "3"]), "nans": np.full(3, np.nan), "tracer": TRACER}
+    made |= {"masked": {"w": np.ma.masked_array(np.ones((2, 3)), np.eye(2, 3) > 0)}}
+    made |= {"empty": np.zeros((0, 3)), "odd": np.ones((7, 5, 3, 2)), "key": jax.random.key(1)}
+    made |= {"ints": {"w": jnp.ones((2, 3), int), "b": jnp.ones(3, int)}}
+    made |= {"other": {"other": jnp.ones((2, 2))}, "keys": jax.random.split(KEY, 2)}
+    return made | {"optimizer": optax.adam(1e-3), "state": optax.adam(1e-3).init(PARAMS)}
+
+
+TRACER, NUMBERS = object(), "minus zero denormal"
+# What arguments may be, besides the value of the valid call and what their declarations say of
+# numbers, words, keys, switches, paths and None.
+LAWFUL_OF = {
     # What a function gives without it.
-    **dict.fromkeys(("mesh", "specs", "per", "targets", "batch_size", "prediction"), {"none"}),
-    **dict.fromkeys(("aux", "output", "start", "ax", "tuner"), {"none"}),
-    **dict.fromkeys(("num_draws", "num_chains", "inputs", "like"), {"none"}),
-    "check": {"true"},
-    "check.state": {"none"},
-    **dict.fromkeys(("flat", "progress", "resume", "stacked", "per_chain"), {"true"}),
-    # Any number of the range; traced where a sampler may be built inside a compiled function.
-    **dict.fromkeys(("step_size", "temperature", "excess", "angle"), {"tracer"}),
-    **dict.fromkeys(("friction", "square_decay", "adapt_probability", "adapt_rate"), {"tracer"}),
-    **dict.fromkeys(("smallest_root", "total_steps", "num_cycles"), {"tracer"}),
-    **dict.fromkeys(("exploration", "gradient_noise"), {"zero", "denormal", "tracer"}),
-    "num_data": {"huge", "tracer"},
-    "decoherence_length": {"none", "tracer"},
-    "reject_quantile": {"none", "tracer"},
-    "adapt_steps": {"none", "tracer"},
-    "quantile_tuner.adapt_steps": {"none", "zero", "tracer"},
-    "prior_precision": {"zero", "denormal", "ints", "tracer"},
-    "prior_mean": {"minus", "zero", "denormal", "ints", "tracer"},
-    "log_prior": {"none"},
-    "value": {"none", "nan", "inf", "minus", "zero", "denormal", "huge", "tracer"},
-    "checkpoint_minutes": {"inf", "zero", "denormal"},
-    "jitter": {"zero", "denormal"},
-    **dict.fromkeys(("num_warmup", "seed"), {"zero"}),
-    # A seed, or a key; none where nothing is drawn.
-    "key": {"minus", "zero", "key"},
-    "parallel.init.key": {"none", "minus", "zero", "key"},
+    "targets inputs start like mean entropy variance Likelihood.check": "none",
+    "Likelihood.has_target Snapshots.from_draws.trace": "none",
+    "prior_precision": "zero denormal ints tracer",
+    "prior_mean": f"ints tracer {NUMBERS}",
+    "value": f"none nan inf huge tracer {NUMBERS}",
+    "metrics.lppd.log_density": f"true odd {NUMBERS}",
+    "std": "denormal true",
+    "out_axis": "minus zero",
     # Any tree with two parameters or more; leaves that are no floating arrays stay as they are.
-    **dict.fromkeys(("psmile.init.params", "sgld.init.params"), TREES | {"state"}),
-    "scale_by_gradient_noise.init.params": TREES | {"tracer"},
+    "psmile.init.params sgld.init.params": "odd other state",
+    "scale_by_gradient_noise.init.params": "odd other tracer",
+    "parallel.init.params Snapshots.params": "odd other",
+    "cold_temperature.params": "odd other nans state",
+    "local.fan_in_precision.params": "odd other nans masked tracer",
+    "Snapshots.from_members.params": "odd other nans",
     # Anything with a leading axis; what is in it is the business of who calls.
-    "parallel.place.tree": TREES | {"nans", "keys"},
-    "parallel.step.carry": TREES | {"nans", "keys"},
-    "parallel.init.params": TREES,
-    **dict.fromkeys(("parallel.init.sampler", "tracked.sampler"), {"optimizer"}),
-    # Without a mesh a batch stays as it is.
-    "parallel.place_batch.batch": set(HOSTILE),
-    "parallel.over_chains.function": {"class", "function"},
-    "parallel.over_chains.in_axes": {"none", "zero"},
-    "optimizer": {"optimizer"},
-    # A number is a batch for a loss that takes one.
-    "validation": {"none", *NUMBER},
-    "select.validation": set(),
-    "directory": {"none", "text"},
-    "load_snapshots.directory": {"text"},
-    "Snapshots.params": TREES,
-    "Snapshots.from_members.params": TREES | {"nans"},
-    "trace": set(),
-    "Snapshots.trace": {"dict", "ints", "other"},
-    "Snapshots.from_draws.draws": set(),
-    "Snapshots.from_draws.trace": {"none"},
-    "settings": {"none", "dict", "ints", "other"},
-    **dict.fromkeys(("mean", "entropy", "variance"), {"none"}),
-    **dict.fromkeys(("Likelihood.check", "Likelihood.has_target"), {"none"}),
-    "lppd.log_density": NUMBER | {"odd"},
-    "std": POSITIVE,
-    "report.store.name": {"text"},
-    # Shapes count.
-    "interop.from_numpyro.batch": {"nans"},
-    "report.write.title": {"none", "text"},
-    # Rows of an array are batches.
-    "local_precision.batches": {"odd"},
-    "local_precision.check": {"true"},
-    "chains_from_weights.jitter": {"none", "zero", "denormal"},
-    "cold_temperature.params": {*TREES, "state", "nans"},
-    "fan_in_precision.params": {*TREES, "nans", "tracer"},
-    "out_axis": {"minus", "zero"},
-    "report.store.scores": {"none", "dict"},
-    "label": {"none", "text"},
+    "parallel.place.tree parallel.step.carry": "odd other nans keys",
+    "parallel.init.sampler tracked.sampler optimizer": "optimizer",
+    # Without a mesh a batch stays as it is; for some losses a number is one, or a row of an array.
+    "parallel.place_batch.batch": " ".join(hostile()),
+    "warmstart.validation": f"none true {NUMBERS}",
+    "interop.from_numpyro.batch": "nans",
+    "local.local_precision.batches": "odd",
+    "parallel.over_chains.function": "class function model",
+    "parallel.over_chains.in_axes": "none zero",
+    "report.store.name report.write.title label": "text",
+    "Snapshots.trace settings": "dict ints other",
+    "report.store.scores": "dict",
 }
-# Whose word it is where a function hands on what it got.
-HANDED_ON = {
-    # The sampler that was built refuses the parameters of a chain.
-    "sample": "smile.init",
-    "check": "smile.init",
-    "parallel.init": "smile.init",
-    # A likelihood is read by who predicts with it.
-    "Likelihood": "predict",
-    # The draws are held by a container.
-    "thinned": "load_snapshots",
-}
+LAWFUL = {name: kinds.split() for names, kinds in LAWFUL_OF.items() for name in names.split()}
+# Whose word it is where a function hands on what it got: the sampler that was built refuses the
+# parameters of a chain, who predicts reads a likelihood, and a container holds the draws.
+HANDED_ON = dict.fromkeys(("sample", "check", "parallel.init"), "sgld.init")
+HANDED_ON |= {"Likelihood": "Predictor", "thinned": "load_snapshots"}
+# Each success of these compiles or draws.
+SLOW = {"sample", "check", "warmstart", "select", "predict", "Predictor", "Likelihood"}
+SLOW |= {"report.write", "diagnostics.summary", "local.local_precision", "Run"}
+PLAIN = (_check.Real, _check.Whole, _check.OneOf, _check.Key, _check.PathLike)
+NONE, FLAG = _check.NONE, _check.FLAG
 
 
-# What stays: `update` without parameters says what all Optax transformations say.
-STAYS = {"psmile.update.params": MISSING_PARAMS, "sgld.update.params": MISSING_PARAMS}
+def options(constraint: Any) -> tuple[Any, ...]:
+    return tuple(y for x in getattr(constraint, "options", ()) for y in options(x)) or (constraint,)
 
 
-def attempt(function: Any, arguments: dict[str, Any], which: str, value: str):
-    """Call with a hostile value in place of an argument."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.simplefilter("ignore", UserWarning)
-        if value == "tracer":
-            jax.eval_shape(lambda x: (function(**arguments | {which: x}), 0)[1], 1.0)
-        else:
-            function(**arguments | {which: HOSTILE[value]()})
-
-
-def judge(name: str, function: Any, arguments: dict[str, Any], which: str, value: str) -> str:
-    """`right` for an error in the form or a lawful call, else what happened instead."""
+def refuses(constraint: Any, which: str, value: Any, given: dict[str, Any]) -> bool:
     try:
-        attempt(function, arguments, which, value)
+        constraint("f", which, value, given)
     except Exception as error:
-        if str(error) == STAYS.get(f"{name}.{which}"):
-            return "right"
-        if not isinstance(error, ArgumentError):
-            return f"raw {type(error).__name__}: {str(error)[:200]}"
-        own = {name, name.rpartition(".")[2], f"{name}.init", f"{name}.update", HANDED_ON.get(name)}
-        if error.function not in own:
-            return f"raw, of a function that was not called: {str(error)[:200]}"
-        told = "likelihood" if name == "Likelihood" else which
-        return "right" if re.search(rf"\b{told}\b", str(error)) else f"raw, unnamed: {error}"
-    lawful = LAWFUL.get(f"{name}.{which}", LAWFUL.get(name.rpartition(".")[2] + "." + which))
-    return (
-        "right" if value in (LAWFUL.get(which, set()) if lawful is None else lawful) else "silent"
-    )
+        return isinstance(error, ArgumentError)
+    return False
+
+
+def is_lawful(name: str, which: str, kind: str, value: Any) -> bool:
+    """By the table, or by a declaration of plain values: its own, or of who gets it from it."""
+    found = [LAWFUL[x] for x in (f"{name}.{which}", which) if x in LAWFUL]
+    others = [each[which] for _, each in _check.DECLARED.values() if which in each]
+    own = declaration(name)[1].get(which)
+    whole = [own] if own else others
+    plain = [x for one in whole for x in options(one) if isinstance(x, PLAIN) or x in (NONE, FLAG)]
+    if value is TRACER:
+        is_plain = any(getattr(x, "traced", False) for x in plain)
+    else:
+        is_plain = any(not refuses(x, which, value, {}) for x in plain)
+    return is_plain or bool(found) and kind in found[0]
+
+
+def beyond(constraint: Any) -> list[Any]:
+    """Values just outside a constraint, which it has to refuse."""
+    match constraint:
+        case _check.Either():
+            values = [x for one in options(constraint) for x in beyond(one)]
+            return [x for x in values if refuses(constraint, "x", x, {})]
+        case _check.Real(low=low, high=high):
+            opens_low, opens_high = (constraint.open in (end, "both") for end in ("low", "high"))
+            outside = [low if opens_low else math.nextafter(low, -math.inf)] * (low > -math.inf)
+            outside += [high if opens_high else math.nextafter(high, math.inf)] * (high < math.inf)
+            # What float32 holds as 0 or inf; scores have float64.
+            if constraint.dtype is None and math.isinf(high):
+                outside += [1e-39] * (low == 0 and opens_low) + [1e39] * (not constraint.infinite)
+            return [*outside, math.nan, np.float32(math.nan), np.ones(2)]
+        case _check.Whole(low=low):
+            return [low - 1, low + 0.5, float(low), 2**31, np.ones(2)]
+        case _check.OneOf(words=words):
+            return ["", get_args(words)[0].upper() + "x", ["x"]]
+        case _check.Function():
+            return [jnp.ones(2), lambda a, b, c, d, e, f, g: None]
+        case _check.Tree(axes=axes, finite=finite):
+            uneven = [{"a": np.ones((2, 3)), "b": np.ones((3, 3))}, np.ones((0, 3)), np.ones(())]
+            leaves = [{"w": "x"}, {"w": object()}, {"w": 10**30}]
+            return leaves + [{"w": np.full(3, np.nan)}] * finite + uneven * bool(axes)
+        case _check.Array(axes=axes, each=each):
+            ndim = max(len(re.findall(r"\w+", axes.split(" or ")[0])), 1)
+            ones = np.ones((2,) * ndim)
+            wrong = beyond(each) if isinstance(each, _check.Real) else [math.inf]
+            of_each = ones * next(x for x in wrong if isinstance(x, float))
+            masked = np.ma.masked_array(ones, np.arange(2**ndim).reshape(ones.shape) == 1)
+            many = [np.ones((1,) * 7)] * bool(axes and "..." not in axes)
+            return [KEY, np.array(["1"]), of_each, masked, *many]
+        case _ if hasattr(constraint, "each"):
+            wrong = [x for x in beyond(constraint.each) if isinstance(x, float)]
+            return [{"w": "x"}, np.ones(3, bool), *wrong, *({"w": np.full(3, x)} for x in wrong)]
+        case _ if constraint is _check.TRANSFORMATION:
+            return [optax.adam, Model]
+        case _ if constraint is _check.BATCHES:
+            return [{"x": 1}, lambda: [1], np.ones(())]
+    return []
+
+
+def declaration(name: str) -> tuple[str, Any]:
+    """What a function of `valid_calls` is called in `DECLARED`, and its constraints."""
+    known = [x for x in (name, name.rpartition(".")[2]) if x in _check.DECLARED]
+    return (known[0], _check.DECLARED[known[0]][1]) if known else ("", {})
+
+
+# What else an error may name: what a function makes of a batch, of inputs, and of a likelihood.
+TOLD = {"batches": "loss_fn", "inputs": "targets", "mean": "likelihood", "variance": "likelihood"}
+TOLD |= dict.fromkeys(("log_density", "entropy", "check", "has_target"), "likelihood")
+
+
+def judge(call: Any, which: str, kind: str, value: Any, is_refused: bool) -> str:
+    """Empty for an error in the form or a lawful call, else what happened instead."""
+    name, function, given = call
+    declared, _ = declaration(name)
+    own = {name, name.rpartition(".")[2], f"{name}.init", f"{name}.update", HANDED_ON.get(name)}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            if value is TRACER:
+                jax.eval_shape(lambda x: (function(**given | {which: x}), 0)[1], 1.0)
+            else:
+                function(**given | {which: value})
+    except ArgumentError as error:
+        is_named = re.search(rf"\b({which}|{TOLD.get(which, which)})\b", str(error))
+        if is_refused:
+            is_named = error.function == declared and error.argument.split("[")[0] == which
+        return "" if error.got and error.function in own and is_named else f"raw, unnamed: {error}"
+    except Exception as error:
+        # `update` without parameters says what all Optax transformations say, and what to do.
+        is_known = which == "params" and "`optax_smile.tracked(sampler)`" in str(error)
+        return "" if is_known else f"raw {type(error).__name__}: {str(error)[:200]}"
+    return "" if kind != "beyond" and is_lawful(name, which, kind, value) else "silent"
+
+
+def cases(call: Any, full: bool) -> Any:
+    """All that a constraint has to refuse; of other hostile values all if in full, or six."""
+    (name, _, given), others, made = call, [], hostile()
+    for which in given:
+        constraint = declaration(name)[1].get(which)
+        wrong = [("beyond", x) for x in (beyond(constraint) if constraint else [])]
+        for kind, value in made.items():
+            if constraint and value is not TRACER and refuses(constraint, which, value, given):
+                wrong.append((kind, value))
+            elif full or name not in SLOW or not is_lawful(name, which, kind, value):
+                others.append((which, kind, value, False))
+        assert constraint is None or wrong, (name, which)
+        yield from ((which, kind, value, True) for kind, value in wrong)
+    yield from others if full else random.Random(name).sample(others, min(len(others), 6))
 
 
 @pytest.fixture(scope="module")
-def run_of_sample(tmp_path_factory):
-    """Directory of a run."""
-    return run_in(tmp_path_factory.mktemp("arguments") / "run")
+def called(tmp_path_factory):
+    return [*valid_calls(run_in(tmp_path_factory.mktemp("arguments") / "run"))]
 
 
-# Each success of these compiles or draws: their hostile calls are in the full campaign alone, but
-# for a few.
-SLOW = ("sample", "check", "warmstart", "select", "predict", "Predictor", "Likelihood")
-SLOW += ("report.write", "diagnostics.summary", "local.local_precision")
-
-
-# Number of calls of each family, and what went wrong.
-TOLD: dict[str, tuple[int, list[str]]] = {}
-
-
-def chosen(name: str, arguments: dict[str, Any], full: bool) -> list[tuple[str, str]]:
-    """Pairs of an argument and the hostile value in its place."""
-    pairs = [(which, value) for which in arguments for value in HOSTILE]
-    if full:
-        return pairs
-    draw = random.Random(name)
-    if name in SLOW:
-        lawful = {which: LAWFUL.get(which, set()) for which in arguments}
-        pairs = [(which, value) for which, value in pairs if value not in lawful[which]]
-    return draw.sample(pairs, min(len(pairs), 6))
-
-
-@pytest.mark.parametrize("which", FAMILIES)
-def test_wrong_calls(which, run_of_sample, full, tmp_path, monkeypatch):
-    found, number = {}, 0
-    for name, function, arguments in family(which, run_of_sample):
+def test_wrong_calls(called, full, record, tmp_path, monkeypatch):
+    found, number = [], 0
+    for call in called:
         # Where the text "x" is a directory.
-        folder = tmp_path / name
-        folder.mkdir()
+        (folder := tmp_path / call[0]).mkdir()
         monkeypatch.chdir(folder)
-        if full or name not in SLOW:
-            function(**arguments)
-        for argument, value in chosen(name, arguments, full):
-            verdict, number = judge(name, function, arguments, argument, value), number + 1
-            if verdict != "right":
-                found[name, argument, value] = verdict
-    # Without `ax` a plot opens a figure.
-    plt.close("all")
-    TOLD[which] = number, list(found.values())
-    assert not found, "\n".join(f"{at}: {verdict}" for at, verdict in found.items())
+        if full or call[0] not in SLOW:
+            call[1](**call[2])
+        for case in cases(call, full):
+            verdict, number = judge(call, *case), number + 1
+            if verdict:
+                found.append((verdict, call[0], *case))
+        # Without `ax` a plot opens a figure.
+        plt.close("all")
+    silent = sum(verdict == "silent" for verdict, *_ in found)
+    record("arguments", cases=number, raw=len(found) - silent, silent=silent)
+    assert number > 2000 and not found, "\n".join(map(str, found))
 
 
-def test_the_campaign_is_recorded(full, record):
-    """A line in the results, where all of it has run."""
-    if not full or set(TOLD) != set(FAMILIES):
-        pytest.skip("the quick form")
-    verdicts = [verdict for _, found in TOLD.values() for verdict in found]
-    raw = sum(verdict.startswith("raw") for verdict in verdicts)
-    cases = sum(number for number, _ in TOLD.values())
-    record("arguments", cases=cases, raw=raw, silent=verdicts.count("silent"))
+def test_every_declaration_is_called_with_the_ranges_of_its_docstring(called):
+    """Of each number, with closed ends; docstrings that refer to another have fewer entries."""
+    assert set(_check.DECLARED) == {declaration(name)[0] for name, *_ in called} - {""}
+    for name, (function, constraints) in _check.DECLARED.items():
+        section = re.search(r"(?ms)^Args:\n(.*?)^\S", f"{inspect.getdoc(function)}\n.")
+        entries = re.split(r"(?m)^    (?=\w)", section[1] if section else "")
+        for which, one in ((x, y) for x, whole in constraints.items() for y in options(whole)):
+            if isinstance(one, _check.Whole) or (isinstance(one, _check.Real) and one.open == ""):
+                for end in (one.low, getattr(one, "high", math.inf)):
+                    assert math.isinf(end) or one(name, which, end, {}) == end
+            one = one if isinstance(one, _check.Array) else getattr(one, "each", one)
+            is_number = isinstance(one, (_check.Real, _check.Whole))
+            bound = re.sub("^an? (finite )?(number|integer)( in)? ?", "", one.rule) * is_number
+            for entry in entries:
+                names, _, told = entry.partition(": ")
+                assert which not in names.split(", ") or bound in " ".join(told.split()), name
 
 
-def test_every_public_function_is_called(run_of_sample):
-    """With a valid value for each of its arguments."""
-    called = {
-        name: arguments for which in FAMILIES for name, _, arguments in family(which, run_of_sample)
-    }
-    public = dict(public_objects())
-    assert not set(public) - set(called) - NOT_CALLED - {"scale_by_gradient_noise"}
-    for name in set(public) & set(called):
-        assert set(inspect.signature(public[name]).parameters) == set(called[name]), name
+# What functions refuse beyond declarations.
+
+
+def build(name="psmile", step_size: Any = 1e-2, **options) -> Any:
+    given = {"num_data": 100, "key": KEY} | options
+    return getattr(optax_smile, name)(step_size, **given)
+
+
+def update(name="psmile", updates: Any = PARAMS, state: Any = None, **given) -> Any:
+    """The state after an update, without its values."""
+    tx = build(name)
+    first = tx.init if state is None else lambda _: state
+    return jax.eval_shape(lambda: tx.update(updates, first(PARAMS), PARAMS, **given)[1])
+
+
+def normal(key):
+    return {"w": jax.random.normal(key, (3,))}
+
+
+def train(init=normal, loss=loss_fn) -> Any:
+    given: Any = {"num_members": 2, "num_epochs": 1, "key": 0, "progress": False}
+    return optax_smile.warmstart(loss, init, BATCHES, optax.sgd(0.1), **given)
+
+
+ANGLE, QUANTILE = optax_smile.angle_tuner(), optax_smile.quantile_tuner()
+INJECTED = optax.inject_hyperparams(sgld)
+HALF = {"w": jnp.ones((2, 3), "bfloat16"), "b": jnp.ones(3)}
+OTHER, TURNED = "minimal_norm", {"w": np.ones((3, 2)), "b": 0.0}
+MESSAGES: dict[str, Any] = {
+    # How a sampler gets its step size, and its prior.
+    r"psmile\(tuner.* if `step_size` is given": lambda: build(tuner=ANGLE),
+    r"psmile\(step_size.* from which quantile_tuner": lambda: build(step_size=None, tuner=QUANTILE),
+    r"sgld\(step_size.* got one that gives 'x'": lambda: build("sgld", lambda n: "x").init(PARAMS),
+    "gives no number below 0": lambda: build("sgld", lambda count: -1e-3).init(PARAMS),
+    "a finite number > 0": lambda: INJECTED(-1.0, num_data=9, key=0).init(PARAMS),
+    "an integer >= 7, a step for": lambda: build("cyclical_sgld", total_steps=6, num_cycles=7),
+    "a prefix of the param": lambda: build(prior_precision={"x": 1.0}).init(PARAMS),
+    r"\(2, 3\) at .*w.*, got \(3, 2\)": lambda: build(prior_mean=TURNED).init(PARAMS),
+    # Parameters, gradients and their loss.
+    "got bfloat16 at .*Keep the sampled": lambda: build().init(HALF),
+    "at least one float32 or float64 array, got 1.0": lambda: build("sghmc").init({"w": 1.0}),
+    "psmile.update.updates.* a tree of the": lambda: update(updates={"w": PARAMS["w"]}),
+    r"\(3,\) at .*b.*, as params, got \(2,\)": lambda: update(updates=PARAMS | {"b": jnp.ones(2)}),
+    "of floating-point gradients": lambda: update(updates=jax.tree.map(jnp.int32, PARAMS)),
+    "the scalar mean loss, got a tuple": lambda: update("sgld", value=(0.5, {})),
+    "mean_loss=.* left out unless `value`": lambda: update(mean_loss=0.5),
+    # States.
+    "what `init` or `update` of psmile": lambda: update(state=optax.adam(1.0).init(PARAMS)),
+    "got one of another sampler": lambda: update(state=build(integrator=OTHER).init(PARAMS)),
+    "got the transformation": lambda: optax_smile.stats(build("sgld")),
+    # Functions of the user.
+    "got a Model. Pass `model.apply`": lambda: train(loss=Model()),
+    r"init_fn=.* of \(key\) that returns float": lambda: train(lambda key: {"w": jnp.ones(3, int)}),
+    "got KeyError: 'v'": lambda: train(normal, lambda params, batch: params["v"]),
+}
+
+
+@pytest.mark.parametrize("text", MESSAGES)
+def test_messages(text):
+    with pytest.raises(ArgumentError, match=text) as error:
+        MESSAGES[text]()
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+
+
+def test_traced_numbers_and_others_mean_the_same():
+    """Wherever a sampler may be built inside a compiled function; also integers beyond int32."""
+
+    def first_step(value: Any = 1.0, **options):
+        tx = build("sgld", **options)
+        updates, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=value)
+        return updates["w"], optax_smile.stats(state).energy_level
+
+    def first_steps(temperature, numbers):
+        all_of_them = first_step(temperature=temperature, **numbers)[0]
+        many = [
+            first_step(temperature=temperature, num_data=n)[0] for n in (10**10, np.int64(10**10))
+        ]
+        levels = [first_step(x)[1] for x in (1, 1.5, np.float64(2), np.ones(()), jnp.float32(3))]
+        return (all_of_them, *many), levels
+
+    numbers = {"num_data": 50.0, "prior_precision": 2.0, "step_size": 0.5}
+    found, levels = jax.jit(first_steps)(2.0, numbers)
+    assert levels == [1] * 5
+    for updates, options in zip(found, (numbers, *[{"num_data": 1e10}] * 2), strict=True):
+        expected = first_step(temperature=2.0, **options)[0]
+        np.testing.assert_allclose(updates, expected, rtol=1e-5)
+    for seed in (7, np.int64(7), jnp.int32(7), jax.random.PRNGKey(7)):
+        key, expected = (build("sgld", key=x).init(PARAMS).key for x in (seed, jax.random.key(7)))
+        np.testing.assert_array_equal(key, expected)
+    with jax.enable_x64(True):
+        build("sgld", 1e-39)
+    for name, arguments in (
+        ("psmile", ["decoherence_length", "reject_quantile", "temperature", "num_data"]),
+        ("sghmc", ["friction", "gradient_noise"]),
+        ("psgld", ["square_decay"]),
+        ("cyclical_sgld", ["exploration"]),
+    ):
+        for argument in arguments:
+            jax.eval_shape(lambda x, n=name, a=argument: build(n, **{a: x}).init(PARAMS), 0.9)
+    update(value=1.0, losses=2.0, grad=PARAMS, value_fn=None, hessian=1)
