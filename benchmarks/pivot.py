@@ -223,6 +223,11 @@ def join(*cells: Cell, sep: str = "") -> Cell:
     return lambda view: sep.join(filter(None, (text(cell, view) for cell in cells)))
 
 
+def plain(*names: str) -> list[tuple[str, Cell]]:
+    """Columns of fields under their own names."""
+    return [(name, f"{{{name}}}") for name in names]
+
+
 def stat(path: Value, how: Callable[..., Any], spec: str = ".3f", pick: Pick = ALL) -> Cell:
     """Reduce values to one; nothing without values."""
     return lambda view: number(how(of), spec) if (of := view.values(path, pick)) else ""

@@ -28,7 +28,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import pivot  # noqa: E402
 from benchmarks.pivot import (  # noqa: E402
-    ALL,
     Cell,
     Pick,
     Record,
@@ -43,6 +42,7 @@ from benchmarks.pivot import (  # noqa: E402
     mean_error,
     minus,
     number,
+    plain,
     short,
     stat,
     value_error,
@@ -53,56 +53,51 @@ import verdict  # noqa: E402
 
 FOLDER = Path(__file__).parent
 ENSEMBLE, OURS, SGHMC = "deep ensemble", "psmile", "scale_adapted_sghmc"
+# Of all parts of a campaign.
+LAST = Pick(last="of")
 
 
-def of(method: str, best: str = "", source: str = "", **where: Any) -> Pick:
-    """Records of a method."""
-    return Pick({"method": method, **where}, source, best)
+def d_n(record: Record) -> float:
+    """Weights per example."""
+    return record["num_parameters"] / record["num_data"]
 
 
 # UCI regression by the protocol *joint*, with no option: fields that most cells lack.
 JOINT: Record = dict.fromkeys(("seed", "batches_per_pass", "replacement", "gap"))
 JOINT |= {"protocol": "joint", "num_chains": 10, "num_gradients": 60_000}
 DATA = ("energy", "airfoil", "bikesharing", "concrete", "yacht", "kin8nm", "power")
-# Logarithms of the standard deviations of the targets, which networks see divided by them.
-SCALES = {"energy": 10.0836, "concrete": 16.6976, "yacht": 15.1359, "kin8nm": 0.26359}
-SCALES = {name: math.log(scale) for name, scale in (SCALES | {"power": 17.0661}).items()}
-# Negative log likelihoods that others published for ensembles of ten networks, and the best log
-# likelihoods on gap splits that we know of.
-PUBLISHED = {"energy": 0.61, "concrete": 3.20, "yacht": 0.73, "kin8nm": -1.17, "power": 3.18}
-PUBLISHED_GAPS = {"energy": -7.9, "concrete": -3.30, "yacht": -1.58}
-# Each method at the best of its step sizes that ran on most splits.
+RIVALS = (SGHMC, "sgld", "cyclical_sgld", "checkpoints", "psmile_naive", "mile")
 BEST = Pick(best="step_size")
-OURS_BEST, SGHMC_BEST = of(OURS, "step_size"), of(SGHMC, "step_size")
 
 
-def scored(pick: Pick) -> Cell:
-    """LPPD, with the step size that was chosen."""
+def at_best(method: str, **where: Any) -> Pick:
+    """Records of a method at the best of its step sizes that ran on most splits."""
+    return BEST._replace(where={"method": method, **where})
+
+
+def scored(title: str, method: str) -> tuple[str, Cell]:
+    """A column of LPPD, with the step size that was chosen."""
+    pick = at_best(method)
     step = stat("step_size", lambda sizes: f" ({short(sizes[0])})", "", pick)
-    return join(mean("lppd", pick=pick), step)
+    return title, join(mean("lppd", pick=pick), step)
 
 
 def ahead(view: View, method: str) -> str:
     """`psmile` minus a method, paired by split."""
-    gaps = view.gaps("lppd", of(method, "step_size"), OURS_BEST, "split")
+    gaps = view.gaps("lppd", at_best(method), at_best(OURS), "split")
     return mean_error(gaps, sign="+") + " (1 split)" * (len(gaps) == 1)
 
 
 def wins(view: View, against: str, sign: int = 1) -> str:
     """On how many data sets `psmile` is above a method, or below it."""
-    pairs = ([of(x, "step_size", data=data) for x in (against, OURS)] for data in DATA)
+    pairs = ([at_best(x, data=data) for x in (against, OURS)] for data in DATA)
     known = [fmean(gaps) for pair in pairs if (gaps := view.gaps("lppd", *pair, "split"))]
     return f"{sum(sign * gap > 0 for gap in known)} of {len(known)}"
 
 
-def lost(view: View, pick: Pick) -> str:
+def lost(view: View, pick: Pick = BEST) -> str:
     """Single chains that score below a constant prediction."""
     return f"{sum(view.values('num_lost', pick))} of {10 * len(view.records(pick))}"
-
-
-def in_units(sign: int, pick: Pick) -> Cell:
-    """LPPD in the units of the targets, or minus it."""
-    return mean(lambda r: sign * (r["lppd"] - SCALES[r["cell"]["data"]]), pick=pick)
 
 
 # Networks on images and text, and the ladder of sizes.
@@ -110,9 +105,10 @@ NAMES = {"lenet": "LeNet", "resnet7": "ResNet-7", "resnet18": "ResNet-18", "vit"
 NAMES["nanogpt"] = "GPT"
 SCORES = {"LPPD": "lppd", "accuracy": "accuracy", "ECE": "ece", "AUROC, foreign": "ood_auroc"}
 VARIANTS = {"": "", "allowed": ", around the start", "angle temperature": ", cold"}
-BASE = of(ENSEMBLE, options={})
+START = Pick({"method": ENSEMBLE, "options": {}})
 NETWORKS = found("task", "form", "method", "options", task=NAMES)
 ON_LADDER = ("N(0, 1)", "fan in", "around the start", "cold", "training on")
+ANGLES = (0.003, 0.01, 0.03, 0.1, 0.3)
 SEEN = {"LPPD": 4, "accuracy": 4, "single": 3, "loss": 3, "norm": 0, "distance": 1, "R-hat": 2}
 
 
@@ -137,6 +133,12 @@ def named(view: View) -> str:
     return ", ".join([NAMES[view.first("task")], *view.first("form").split()[1:]])
 
 
+def seconds(view: View) -> str:
+    """Of one chain."""
+    known = view.values("chains.*.seconds.1")
+    return number(fmean(known), ".0f") if known else "resumed"
+
+
 def at_end(view: View, name: str, digits: int) -> str:
     """What was seen at the longest budget of a run of the ladder."""
     record = view.records()[0]
@@ -145,10 +147,14 @@ def at_end(view: View, name: str, digits: int) -> str:
     return "n/a" if math.isnan(value) else number(value, f".{digits}f")
 
 
-def above(budget: str, angle: float) -> Cell:
-    """LPPD above the ensemble of the starts."""
-    gains = lambda r: r[budget]["lppd"] - r["ensemble"]["lppd"] if budget in r else None  # noqa: E731
-    return mean(gains, 3, "+", pick=Pick({"angle": angle}))
+def above(angle: float) -> tuple[str, Cell]:
+    """A column of LPPD above the ensemble of the starts, at both budgets."""
+
+    def at(budget: str) -> Cell:
+        gap = lambda r: r[budget]["lppd"] - r["ensemble"]["lppd"] if budget in r else None  # noqa: E731
+        return mean(gap, 3, "+", pick=Pick({"angle": angle}))
+
+    return f"angle {angle}", join(at("3000"), at("12000"), sep=" / ")
 
 
 # Draws against NUTS, and known posteriors.
@@ -160,9 +166,6 @@ TARGETS = ("gaussian", "rosenbrock", "funnel")
 PLACES = each(target=TARGETS, noise=NOISES)
 LEAPFROG, LENGTH = "psmile_naive leapfrog", "psmile_naive leapfrog L=10"
 SEARCHED = ("smile_naive", "sgld", "sghmc", "psmile_naive", LEAPFROG, LENGTH)
-OTHERS = {LEAPFROG: "psmile_naive", LENGTH: "psmile_naive, L = 10"}
-OTHERS |= {"smile_naive leapfrog": "smile_naive", "psgld": "psgld", SGHMC: "scale-adapted SGHMC"}
-OTHERS["cyclical_sgld"] = "cyclical SGLD"
 LONG, SHORT = {"gradients": 1_000_000}, {"gradients": 200_000}
 
 
@@ -172,6 +175,12 @@ def within(record: Record) -> str:
         return "too few draws"
     is_met = all(record[f"{name} max"]["net"] <= BOUNDS[name] for name in ("mean", "sd"))
     return "yes" if is_met else "no"
+
+
+def met(view: View) -> str:
+    """How many posteriors are within the bounds."""
+    verdicts = view.values(within, Pick({"part": "posteriors"}))
+    return f"{verdicts.count('yes')} of {len(verdicts)}"
 
 
 def agreement(view: View, data: str, share: int) -> str:
@@ -211,52 +220,48 @@ def in_paper(sampler: str = "psmile_naive", kind: str = "gaussian", **of: Any) -
     return lambda view: "".join(value_error(r["value"], r["error"]) for r in view.records(pick))
 
 
-def tally(view: View, is_so: Callable[..., bool]) -> str:
-    """In how many places something is so of the biases of `psmile`, its searched forms, the paper.
+def beside(name: str, ours: Cell, paper: Cell) -> list[tuple]:
+    """Two columns."""
+    return [(name, ours), ("paper", paper)]
 
-    Each has a value and an error; a form that does not mix is None.
+
+def tally(view: View, of_paper: bool) -> str:
+    """How often `psmile` is competitive with its searched forms, or behind the paper.
+
+    That is by at most two standard errors, or by more.
     """
-    count = 0
-    for place, _ in PLACES([]):
-        where = place | {"kind": "gaussian"}
-        ours, *forms = (
-            view.records(Pick(where | {"sampler": x} | LONG))[0]["mixing"]
-            for x in (OURS, LEAPFROG, LENGTH)
-        )
-        paper = view.records(Pick(where | {"quantity": "b2", "sampler": "psmile_naive"}, "paper"))
+    count, places = 0, [place | {"kind": "gaussian"} for place, _ in PLACES([])]
+    for place in places:
+        of = {
+            x: view.records(Pick(place | {"sampler": x} | LONG)) for x in (OURS, LEAPFROG, LENGTH)
+        }
+        ours, *forms = (records[0]["mixing"] for records in of.values())
         best = min(filter(None, forms), key=lambda r: r["bias"])
-        count += is_so(ours, best, {"bias": paper[0]["value"], "error": paper[0]["error"]})
-    return f"{count} of {len(PLACES([]))}"
+        if of_paper:
+            wanted = place | {"quantity": "b2", "sampler": "psmile_naive"}
+            best = view.records(Pick(wanted, "paper"))[0]
+        gap = ours["bias"] - best["value" if of_paper else "bias"]
+        count += of_paper == (gap > 2 * math.hypot(ours["error"], best["error"]))
+    return f"{count} of {len(places)}"
 
 
-def is_above(first: Record, second: Record) -> bool:
-    """By more than two standard errors."""
-    return first["bias"] - second["bias"] > 2 * math.hypot(first["error"], second["error"])
-
-
-def noise_bound(view: View) -> float:
+def noise_bound(view: View) -> str:
     """Allowed b^2 of `psmile`: at least twice that of `smile`."""
     least = 0.003 if "isotropic" in view.first("case") else 0.01
-    return max(least, 2 * view.values("b2", of("smile"))[0])
-
-
-def noise_missed(view: View) -> bool:
-    """Whether it is exceeded."""
-    return view.values("b2", of(OURS))[0] > noise_bound(view)
+    bound = max(least, 2 * view.first("b2", Pick({"method": "smile"})))
+    return number(bound, ".4f") + " (missed)" * (view.first("b2", Pick({"method": OURS})) > bound)
 
 
 def noise_met(view: View) -> str:
     """How many cases are within their bounds."""
-    cases = [View(view.files, {}, {"case": case}) for case in dict.fromkeys(view.values("case"))]
-    return f"{len(cases) - sum(map(noise_missed, cases))} of {len(cases)}"
+    cases = dict.fromkeys(view.values("case"))
+    bounds = [noise_bound(View(view.files, {}, {"case": case})) for case in cases]
+    return f"{sum('missed' not in bound for bound in bounds)} of {len(bounds)}"
 
 
 # Costs, and other people's loops.
 USUAL = {"part": "update", "leaves": 20, "chains": 1, "grads": "float32"}
-LARGE = USUAL | {"parameters": 10**7}
 STEPS = ("adamw", "sgd", "blackjax sgld", "sgld", "smile_naive", "smile", "psmile_naive", OURS)
-DETAILS = {"time / AdamW": "ratio", "ms": "ms", "arrays moved": "traffic"}
-DETAILS |= {"temporary": "temporary", "peak": "peak", "compilation, s": "compile_s"}
 RUNS = ("runs, sane", "runs, flagged")
 VERDICTS = (*RUNS, "refused, with advice", "failed", "wrong without a word")
 
@@ -274,15 +279,16 @@ def step_name(view: View) -> str:
     return f"update, 10^{len(str(cell['parameters'])) - 1} parameters{leaves}{kind}{chains}"
 
 
-def ratios(title: str, field: str, names: Sequence[str] = STEPS) -> list[tuple]:
-    """Columns in units of AdamW."""
-    return [(title, step_name), *((x, f"{{methods.{x}.{field}:.2f}}") for x in names)]
+def ratios(title: str, field: str, *names: str, where: Record = {}) -> Table:  # noqa: B006
+    """Costs in units of AdamW's."""
+    columns = [(x, f"{{methods.{x}.{field}:.2f}}") for x in names or STEPS]
+    return Table(("step_cost",), every(), [(title, step_name), *columns], where)
 
 
-def detail(field: str) -> list[Cell]:
-    """A line for each method: three digits, and no more than three after the point."""
-    shown = lambda values: f"{round(values[0], 3):.3g}"  # noqa: E731
-    return [stat(f"methods.{name}.{field}", shown, "") for name in STEPS]
+def step_of(spec: str, method: str, **where: Any) -> Cell:
+    """The same of one method."""
+    path = f"methods.{method}.ratio"
+    return lambda view: number(view.first(path, Pick({"chains": 1, **where})), spec)
 
 
 def changed(view: View) -> str:
@@ -290,11 +296,16 @@ def changed(view: View) -> str:
     return " → ".join(f"`{part}`" for part in view.first("line").split(" -> "))
 
 
-def verdicts(view: View) -> tuple[int, int]:
-    """Loops that have one of the verdicts of the row, and all."""
-    named = view.scope.get("verdict", RUNS)
-    every = view.values("verdict", Pick({"verdict": VERDICTS}))
-    return sum(x in named for x in every), len(every)
+def verdicts(view: View, *named: str) -> tuple[int, int]:
+    """Loops that have one of these verdicts, and all."""
+    known = view.values("verdict", Pick({"kind": "loop", "verdict": VERDICTS}))
+    return sum(x in named for x in known), len(known)
+
+
+def share(view: View) -> str:
+    """Of the loops with the verdict of the row."""
+    count, number_of = verdicts(view, view.scope["verdict"])
+    return f"{count / number_of:.0%}"
 
 
 # Which method, and which candidate.
@@ -303,24 +314,42 @@ PROBLEMS = {
     "digits": "digits, d / N = 4.5, 4,000 gradients",
     "energy": "energy, d / N = 1.3, 10,000 gradients",
     "airfoil": "airfoil, d / N = 0.63, 10,000 gradients",
+    "LeNet": "LeNet, d / N = 1.1, 12,000 gradients",
 }
-LENET = {"task": "lenet", "form": "small", "source": "networks"}
-COLD = {"temperature": "auto", "angle": 0.3}
+# What of LeNet is in each column.
+ON_LENET = {ENSEMBLE: {}, "checkpoints": {"learning_rate": 0.002}, OURS: {}}
+ON_LENET["psmile, cold"] = {"temperature": "auto", "angle": 0.3}
 CANDIDATES = (OURS, "psmile, cold", "psmile, long steps", "psmile, around the start", "optimizer")
 SIZED = ("energy", "digits", "2,000 images", "54,000 images", "LeNet")
-FEW = (1, 2, 4, 8, 16)
-LEVEL = 0.9
 
 
-def compared(view: View, problem: str) -> list[Any]:
+def compared(view: View) -> list[Any]:
     """Results of `compare.py` on a problem: methods by seed."""
-    records = view.records(Pick({"problem": problem, "smoke": None}))
-    return [r["methods"] for r in sorted(records, key=lambda r: r["cell"]["seed"])]
+    return [r["methods"] for r in sorted(view.records(), key=lambda r: r["cell"]["seed"])]
 
 
-def best_of_others(view: View, problem: str) -> str:
+def of_problem(problem: str, files: Mapping[str, Sequence[Record]]) -> View:
+    """The view that they need."""
+    where = {"problem": problem, "smoke": None}
+    return View({"which_method": files.get("which_method", [])}, where, {})
+
+
+def all_methods(files: Mapping[str, Sequence[Record]], problem: str) -> str:
+    """The table of `compare.py`, whose columns depend on the problem."""
+    view = of_problem(problem, files)
+    rows = compared(view)
+    return pivot.markdown(*verdict.cells(rows), view.records()) if rows else pivot.NO_RECORD
+
+
+def advice(view: View, problem: str) -> str:
+    """The three sentences of `compare.py`."""
+    rows = compared(of_problem(problem, view.files))
+    return " ".join(verdict.sentences(rows)) if rows else pivot.NO_RECORD
+
+
+def best_of_others(view: View) -> str:
     """The best method that has no column."""
-    rows, others = compared(view, problem), {}
+    rows, others = compared(view), {}
     for name in (rows or [{}])[0]:
         if name not in (*SHOWN, verdict.CHOOSER) and (lppd := verdict.column(rows, name, "lppd")):
             others[name] = lppd
@@ -328,131 +357,50 @@ def best_of_others(view: View, problem: str) -> str:
     return f"{best}: {mean_error(others[best])}" if best else ""
 
 
-def all_methods(problem: str) -> Callable[..., str]:
-    """The table of `compare.py`, whose columns depend on the problem."""
-
-    def made(files: Mapping[str, Sequence[Record]]) -> str:
-        view = View({"which_method": files.get("which_method", [])}, {}, {})
-        rows = compared(view, problem)
-        if not rows:
-            return pivot.NO_RECORD
-        return pivot.markdown(*verdict.cells(rows), [*view.used.values()])
-
-    return made
-
-
-def short_line(problem: str) -> list[Cell]:
-    """Our four methods, and the best of the others."""
-    pick = Pick({"problem": problem, "smoke": None})
-    cells = (mean(f"methods.{name}.lppd", pick=pick) for name in SHOWN)
-    return [PROBLEMS[problem], *cells, lambda view: best_of_others(view, problem)]
-
-
-SHORT_LINES = [short_line(problem) for problem in PROBLEMS]
-SHORT_LINES.append(
-    [
-        "LeNet, d / N = 1.1, 12,000 gradients",
-        mean("lppd", pick=of(ENSEMBLE, options={}, **LENET)),
-        mean("lppd", pick=of("checkpoints", options={"learning_rate": 0.002}, **LENET)),
-        mean("lppd", pick=of(OURS, options={}, **LENET)),
-        mean("lppd", pick=of(OURS, options=COLD, **LENET)),
-        "",
-    ]
-)
+def of_method(view: View, name: str) -> str:
+    """LPPD on a problem of `compare.py`, or of LeNet in the benchmark of networks."""
+    if view.scope["problem"] != "LeNet":
+        return mean_error(view.values(f"methods.{name}.lppd"))
+    where = {"problem": None, "task": "lenet", "form": "small", "options": ON_LENET[name]}
+    where["method"] = name.partition(",")[0]
+    return mean_error(view.values("lppd", Pick(where, "networks")))
 
 
 def candidate(view: View, name: str) -> str:
     """Its test LPPD, bold if `select` chose it."""
-    shown = number(view.first("lppd", of(name)))
-    return f"**{shown}**" if name == view.first("chosen", of("select")) else shown or "–"
+    shown = number(view.first("lppd", Pick({"method": name})))
+    return f"**{shown}**" if name == view.records()[0]["chosen"] else shown or "–"
 
 
 def regret(view: View) -> str:
     """The best candidate minus the chosen one."""
-    alone = {name: view.first("lppd", of(name)) for name in CANDIDATES}
-    mine = alone.get(view.first("chosen", of("select")))
+    alone = {name: view.first("lppd", Pick({"method": name})) for name in CANDIDATES}
+    mine = alone.get(view.records()[0]["chosen"])
     return "" if mine is None else number(max(filter(None, alone.values())) - mine)
 
 
-def intervals(name: str) -> list[Cell]:
-    """Splits, coverage over all of them, what is allowed, whether it is met, and sizes."""
-    at, low = f"methods.{name}", LEVEL - 0.01
-    # The splits of a seed share their rows.
-    by_seed = {x: lambda r, x=x: fmean(r["methods"][name][x]) for x in ("coverage", "size")}
-    high = lambda view: LEVEL + 0.01 + fmean(view.values(f"{at}.slack.*"))  # noqa: E731
-    is_met = lambda view: low <= fmean(view.values(f"{at}.coverage.*")) <= high(view)  # noqa: E731
-    return [
-        name,
-        stat(f"{at}.coverage.*", len, ""),
-        mean(by_seed["coverage"], 4),
-        lambda view: f"{low:.4f} to {high(view):.4f}",
-        lambda view: "yes" if is_met(view) else "no",
-        mean(by_seed["size"]),
-        mean(f"{at}.own.coverage", 4),
-    ]
+QUICK = {x: x for x in ("LPPD", "accuracy", "F1", "Brier", "ECE", "AURC")}
+QUICK |= {"entropy": "entropy, digits", "shuffled": "entropy, shuffled pixels"}
 
 
-def advice(view: View, problem: str) -> str:
-    """The three sentences of `compare.py`."""
-    rows = compared(view, problem)
-    return " ".join(verdict.sentences(rows)) if rows else pivot.NO_RECORD
+def quick(score: str, *title: str) -> tuple:
+    """A score of the quickstart: the ensemble's, ours, and the difference."""
+    return versus(*title or ("",), *(f"scores.{x}.{score}" for x in (ENSEMBLE, OURS)))
 
 
-def ratio(name: str, digits: int) -> Cell:
-    """Weights per example of a problem of `select`."""
-    pick = Pick({"problem": name, "lppd": lambda x: x is not None}, "selection")
-    return lambda view: number(fmean(view.values(D_N, pick)), f".{digits}f")
+def tempered(score: str, when: str) -> tuple:
+    """The same before or after one temperature."""
+    paths = (f"methods.{x}.{when}.{score}" for x in (ENSEMBLE, OURS))
+    return versus(f"{score}, {when}", *paths, error=True)
 
 
-D_N = lambda r: r["num_parameters"] / r["num_data"]  # noqa: E731
+def drawn(count: int) -> tuple:
+    """LPPD of this many draws: chosen, evenly spaced, and what choosing gains."""
+    chosen, evenly = f"chosen.{count}", f"evenly.{count}"
+    gained = (mean(minus(chosen, x), 3, "+") for x in (evenly, "all"))
+    return f"k = {count}", mean(chosen), mean(evenly), *gained
 
 
-def decision(case: str, size: Cell, advice: str, gained: Cell, what: str) -> list[Cell]:
-    """A line of the page on methods."""
-    return [case, size, advice, join(gained, what)]
-
-
-def tabular(data: str) -> list[Cell]:
-    """UCI data."""
-    pair = (of(x, "step_size", "uci", data=data, **JOINT) for x in ("checkpoints", OURS))
-    case = f"tabular data ({data}), thousands of passes over the data, 4,000 draws"
-    rates = " psmile over checkpoints at their best rate"
-    return decision(case, ratio(data, 1), OURS, gain("lppd", *pair, "split"), rates)
-
-
-def few_images(name: str, advice: str) -> list[Cell]:
-    """2,000 images."""
-    pair = (of(x, "", "selection", problem="2,000 images", seed=0) for x in (ENSEMBLE, name))
-    gained = gain("lppd", *pair)
-    case, size = "2,000 images, a wide layer", ratio("2,000 images", 0)
-    return decision(case, size, advice, gained, f" {name} over the deep ensemble")
-
-
-ON_LENET = (of("checkpoints", "options", **LENET), of(OURS, options=COLD, **LENET))
-FEW_LENET = Pick({"problem": "LeNet"}, "few_draws")
-DECISIONS = [
-    tabular("energy"),
-    tabular("airfoil"),
-    decision(
-        "image network (LeNet), 14 passes over the data, 128 draws",
-        "1.1",
-        "cold psmile, or checkpoints",
-        gain("lppd", *ON_LENET),
-        " cold psmile over checkpoints at their best rate",
-    ),
-    few_images("psmile, around the start", "around the start, or the ensemble"),
-    few_images(OURS, "not psmile"),
-    decision(
-        "at most 8 forward passes per prediction",
-        "",
-        "psmile, then `choose`",
-        mean(minus("chosen.8", "all"), 3, "+", pick=FEW_LENET),
-        ": 8 chosen draws, compared with all 72 (LeNet)",
-    ),
-]
-
-QUICK = {"LPPD": "LPPD", "accuracy": "accuracy", "F1": "F1", "Brier": "Brier", "ECE": "ECE"}
-QUICK |= {"AURC": "AURC", "entropy": "entropy, digits", "shuffled": "entropy, shuffled pixels"}
 DIFFERENCE = "difference, paired"
 TABLES: dict[str, Table | Callable[..., str]] = {
     "quickstart": Table(
@@ -460,41 +408,37 @@ TABLES: dict[str, Table | Callable[..., str]] = {
         each(),
         [
             ("test, mean over seeds", ENSEMBLE, OURS, DIFFERENCE),
-            *(versus(x, f"scores.{ENSEMBLE}.{name}", f"scores.{OURS}.{name}", 4) for name, x in QUICK.items()),
+            *(quick(name, title) for name, title in QUICK.items()),
         ],
     ),
     "uci": Table(
         ("uci",),
         each(data=DATA),
         [
-            ("data", "{data}"),
-            (ENSEMBLE, scored(of(ENSEMBLE, "step_size"))),
-            ("scale-adapted SGHMC", scored(SGHMC_BEST)),
-            ("psmile_naive, fixed step", scored(of("psmile_naive", "step_size"))),
-            ("**psmile**, its own step", scored(OURS_BEST)),
-            ("psmile - SGHMC", gain("lppd", SGHMC_BEST, OURS_BEST, "split")),
-            ("MILE, full batch", scored(of("mile", "step_size"))),
+            *plain("data"),
+            scored(ENSEMBLE, ENSEMBLE),
+            scored("scale-adapted SGHMC", SGHMC),
+            scored("psmile_naive, fixed step", "psmile_naive"),
+            scored("**psmile**, its own step", OURS),
+            ("psmile - SGHMC", lambda view: ahead(view, SGHMC)),
+            scored("MILE, full batch", "mile"),
         ],
         JOINT,
     ),
     "uci-differences": Table(
         ("uci",),
         each(data=DATA),
-        [
-            ("psmile minus", "{data}"),
-            *((x, lambda view, x=x: ahead(view, x)) for x in (SGHMC, "sgld", "cyclical_sgld", "checkpoints", "psmile_naive", "mile")),
-        ],
+        [("psmile minus", "{data}"), *((x, lambda view, x=x: ahead(view, x)) for x in RIVALS)],
         JOINT,
     ),
     "uci-mixing": Table(
         ("uci",),
         each(data=DATA, method=(OURS, "psmile_naive", SGHMC, "mile")),
         [
-            ("data", "{data}"),
-            ("method", "{method}"),
+            *plain("data", "method"),
             ("within chains", mean("rhat_within", 2, error=False, pick=BEST)),
             ("across chains", mean("rhat_across", 2, error=False, pick=BEST)),
-            ("chains lost", lambda view: lost(view, BEST)),
+            ("chains lost", lost),
             (
                 "sigma, first to last draw",
                 join(*(mean(f"sigma.{i}", error=False, pick=BEST) for i in (0, -1)), sep=" ... "),
@@ -502,47 +446,13 @@ TABLES: dict[str, Table | Callable[..., str]] = {
         ],
         JOINT,
     ),
-    "uci-few-chains": Table(
-        ("uci",),
-        each(method=(ENSEMBLE, OURS, "psmile_naive", "mile")),
-        [
-            ("bike sharing, 3 chains", "{method}"),
-            ("LPPD", scored(BEST)),
-            ("minus psmile", gain("lppd", OURS_BEST, BEST, "split")),
-        ],
-        JOINT | {"num_chains": 3, "data": "bikesharing"},
-    ),
-    "uci-published": Table(
-        ("uci",),
-        each(data=PUBLISHED),
-        [
-            ("NLL", "{data}"),
-            ("published, ten networks", lambda view: f"{PUBLISHED[view.scope['data']]:.2f}"),
-            ("our ten networks", in_units(-1, of(ENSEMBLE))),
-            ("psmile", in_units(-1, of(OURS))),
-        ],
-        JOINT,
-    ),
-    "uci-gaps": Table(
-        ("uci",),
-        each(data=PUBLISHED_GAPS),
-        [
-            ("log likelihood", "{data}"),
-            ("splits", stat("lppd", len, "d", OURS_BEST)),
-            ("best published", lambda view: f"{PUBLISHED_GAPS[view.scope['data']]:.2f}"),
-            *((x, in_units(1, of(x, "step_size"))) for x in (ENSEMBLE, "checkpoints", OURS)),
-        ],
-        JOINT | {"gap": True},
-    ),
     "scale": Table(
         ("networks",),
         NETWORKS,
         [
-            ("network", named),
-            ("method", variant),
-            (ENSEMBLE, mean("lppd", 4, pick=BASE)),
-            ("LPPD", mean("lppd", 4)),
-            *((f"{name}, gain", gain(x, BASE, digits=4)) for name, x in SCORES.items()),
+            *(("network", named), ("method", variant)),
+            *((ENSEMBLE, mean("lppd", 4, pick=START)), ("LPPD", mean("lppd", 4))),
+            *((f"{name}, gain", gain(x, START, digits=4)) for name, x in SCORES.items()),
             ("seeds", stat("lppd", len, "d")),
         ],
         {
@@ -555,55 +465,29 @@ TABLES: dict[str, Table | Callable[..., str]] = {
         ("networks",),
         NETWORKS,
         [
-            ("network", named),
-            ("method", "{method}"),
-            ("options", listed),
+            *(("network", named), ("method", "{method}"), ("options", listed)),
             *((name, mean(x, 4)) for name, x in SCORES.items()),
             ("one chain", mean("single.lppd", 4, error=False)),
-            (
-                "seconds",
-                lambda view: number(fmean(of) if (of := view.values("chains.*.seconds.1")) else "resumed", ".0f"),
-            ),
-            ("MiB", stat("chains.*.peak_mib", max, ".0f")),
+            *(("seconds", seconds), ("MiB", stat("chains.*.peak_mib", max, ".0f"))),
         ],
         {"form": lambda x: x.split()[0] == "small"},
-    ),
-    "scale-corruptions": Table(
-        ("corruptions",),
-        NETWORKS,
-        [
-            ("network", named),
-            ("form", "{form}"),
-            ("method", variant),
-            *(
-                column
-                for s in (1, 3, 5)
-                for column in (
-                    (f"severity {s}", mean(f"severities.{s}.lppd", 4)),
-                    ("gain", gain(f"severities.{s}.lppd", BASE, digits=4)),
-                )
-            ),
-        ],
     ),
     "ladder": Table(
         ("ladder",),
         found("size", "prior", size=("1e4", "1e5", "1e6", "1e7"), prior=ON_LADDER),
         [
             ("weights", stat("num_parameters", lambda x: pivot.thousands(x[0]), "")),
-            ("d / N", stat(D_N, fmean, ".2f")),
-            ("prior", "{prior}"),
-            *((f"angle {x}", join(above("3000", x), above("12000", x), sep=" / ")) for x in (0.003, 0.01, 0.03, 0.1, 0.3)),
+            ("d / N", stat(d_n, max, ".2f")),
+            *plain("prior"),
+            *map(above, ANGLES),
         ],
     ),
     "ladder-cells": Table(
         ("ladder",),
         every("size", "prior"),
         [
-            ("weights", "{size}"),
-            ("prior", "{prior}"),
-            ("angle", "{angle}"),
-            ("gradients", "{num_gradients:,}"),
-            ("precision", stat("precision", lambda x: short(x[0]) if x[0] else "", "")),
+            *(("weights", "{size}"), *plain("prior", "angle"), ("gradients", "{num_gradients:,}")),
+            ("precision", stat(lambda r: r["precision"] or None, max, ".2g")),
             *((x, lambda view, x=x, n=n: at_end(view, x, n)) for x, n in SEEN.items()),
         ],
     ),
@@ -611,11 +495,11 @@ TABLES: dict[str, Table | Callable[..., str]] = {
         ("agreement",),
         every(),
         [
-            ("posterior", "{data}"),
-            ("sampler", "{method}"),
-            *((h, f"{{{x} max.{k}:.3f}}") for x in ("mean", "sd") for h, k in ((x, "raw"), ("net", "net"))),
+            *(("posterior", "{data}"), ("sampler", "{method}")),
+            *(("mean", "{mean max.raw:.3f}"), ("net", "{mean max.net:.3f}")),
+            *(("sd", "{sd max.raw:.3f}"), ("net", "{sd max.net:.3f}")),
             ("smallest ESS", "{smallest_ess:,.0f}"),
-            ("within 0.1", stat(within, lambda x: x[0], "")),
+            ("within 0.1", stat(within, max, "")),
         ],
         {"part": "posteriors"},
     ),
@@ -646,13 +530,17 @@ TABLES: dict[str, Table | Callable[..., str]] = {
         ("agreement",),
         every(),
         [
-            ("model", "{data}"),
-            ("sampler", "{method}"),
-            ("data sets", stat("counts.0.*", sum, "")),
-            ("smallest p", stat("p.*", min, ".2g")),
-            ("of", stat("p.*", len, "")),
+            *(
+                ("model", "{data}"),
+                ("sampler", "{method}"),
+                ("data sets", stat("counts.0.*", sum, "")),
+            ),
+            *(("smallest p", stat("p.*", min, ".2g")), ("of", stat("p.*", len, ""))),
             ("largest shift, s.e.", stat(shift, max, ".1f")),
-            ("variance / uniform", stat("variance_ratio.*", lambda of: max(of, key=lambda x: abs(x - 1)), ".2f")),
+            (
+                "variance / uniform",
+                stat("variance_ratio.*", lambda of: max(of, key=lambda x: abs(x - 1)), ".2f"),
+            ),
             ("lost", "{num_lost}"),
             ("uniform", stat(lambda r: "yes" if r["is_uniform"] else "no", max, "")),
         ],
@@ -663,11 +551,7 @@ TABLES: dict[str, Table | Callable[..., str]] = {
         each(noise=NOISES),
         [
             ("noise: psmile / paper's pSMILE-naive, best step", "{noise}"),
-            *(
-                column
-                for x in TARGETS
-                for column in ((x, bias(OURS, target=x)), ("paper", in_paper(target=x)))
-            ),
+            *(y for x in TARGETS for y in beside(x, bias(OURS, target=x), in_paper(target=x))),
         ],
         LONG,
     ),
@@ -692,12 +576,6 @@ TABLES: dict[str, Table | Callable[..., str]] = {
         ],
         LONG,
     ),
-    "bias-others": Table(
-        ("analytic",),
-        PLACES,
-        [("target, noise", "{target}, {noise}"), *((x, bias(name)) for name, x in OTHERS.items())],
-        SHORT,
-    ),
     "bias-heavy-tails": Table(
         ("analytic", "paper"),
         PLACES,
@@ -706,7 +584,7 @@ TABLES: dict[str, Table | Callable[..., str]] = {
             *(
                 column
                 for x in ("gaussian", "laplace", "student")
-                for column in ((x.capitalize(), bias(LEAPFROG, x)), ("paper", in_paper(kind=x)))
+                for column in beside(x.capitalize(), bias(LEAPFROG, x), in_paper(kind=x))
             ),
         ],
         SHORT,
@@ -717,7 +595,11 @@ TABLES: dict[str, Table | Callable[..., str]] = {
         [
             ("sigma", "b^2", "best step size"),
             *(
-                (x, "{bias:.3f} ± {error:.3f}", "{step_size:.2g}")
+                (
+                    x,
+                    bias(LEAPFROG, f"lognormal:{x}", part=""),
+                    stat("step_size", max, ".2g", Pick({"kind": f"lognormal:{x}"})),
+                )
                 for x in ("0.01", "0.03", "0.1", "0.3", "1.0")
             ),
         ],
@@ -726,58 +608,74 @@ TABLES: dict[str, Table | Callable[..., str]] = {
         ("small_noise",),
         found("case"),
         [
-            ("noise of the gradients", lambda view: view.first("case").replace("|", "abs ", 1).replace("|", "")),
-            *((h, stat(x, max, f".{n}f", of(m))) for m in ("smile", OURS) for h, x, n in ((f"{m}: b^2", "b2", 4), ("worst variance", "worst", 2))),
-            ("Monte Carlo b^2", stat("monte_carlo_b2", max, ".4f", of(OURS))),
-            ("bound", lambda view: number(noise_bound(view), ".4f") + " (missed)" * noise_missed(view)),
+            (
+                "noise of the gradients",
+                lambda view: view.first("case").replace("|", "abs ", 1).replace("|", ""),
+            ),
+            *(
+                (
+                    title,
+                    stat(
+                        field,
+                        max,
+                        spec,
+                        Pick({"method": title.partition(":")[0] if ":" in title else m}),
+                    ),
+                )
+                for m in ("smile", OURS)
+                for title, field, spec in (
+                    (f"{m}: b^2", "b2", ".4f"),
+                    ("worst variance", "worst", ".2f"),
+                )
+            ),
+            ("Monte Carlo b^2", stat("monte_carlo_b2", max, ".4f", Pick({"method": OURS}))),
+            ("bound", noise_bound),
         ],
     ),
-    "step-cost": Table(
-        ("step_cost",),
-        every(),
-        ratios("time / AdamW", "ratio", ("sgd", "sgld", "smile_naive", "smile", "psmile_naive", OURS)),
-        {"chains": 1, "parameters": (None, 1_000, 10**7), "leaves": (None, 20), "grads": (None, "float32")},
+    "step-cost": ratios(
+        *("time / AdamW", "ratio", "sgd", "sgld", "smile_naive", "smile", "psmile_naive", OURS),
+        where={
+            "chains": 1,
+            "parameters": (None, 1_000, 10**7),
+            "leaves": (None, 20),
+            "grads": (None, "float32"),
+        },
     ),
-    "step-cost-all": Table(("step_cost",), every(), ratios("time / AdamW", "ratio")),
-    "step-details": Table(
-        ("step_cost",),
-        every(),
-        [
-            ("update, 10^7 parameters, 20 leaves", *STEPS),
-            *((name, *detail(field)) for name, field in DETAILS.items()),
-        ],
-        LARGE,
-    ),
-    "compilation": Table(("step_cost",), every(), ratios("compilation / AdamW", "compile_ratio")),
+    "step-cost-all": ratios("time / AdamW", "ratio"),
+    "compilation": ratios("compilation / AdamW", "compile_ratio"),
     "faults": Table(
         ("faults",),
         found("campaign"),
         [
-            ("campaign", "{campaign}"),
-            *((x, stat(x, sum, ",", Pick(last="of"))) for x in ("cases", "silent", "raw", "lost")),
-            ("date", stat("date", lambda x: ", ".join(sorted({*x})), "", Pick(last="of"))),
-            ("command", stat("command", lambda x: ", ".join(dict.fromkeys(f"`{c}`" for c in x)), "", Pick(last="of"))),
+            *plain("campaign"),
+            *(
+                (x, lambda view, x=x: f"{sum(view.values(x, LAST)):,}")
+                for x in ("cases", "silent", "raw", "lost")
+            ),
+            ("date", stat("date", lambda of: ", ".join(sorted({*of})), "", LAST)),
+            (
+                "command",
+                stat(
+                    "command", lambda of: ", ".join(f"`{x}`" for x in dict.fromkeys(of)), "", LAST
+                ),
+            ),
         ],
     ),
     "public-loops": Table(
         ("public_loops",),
-        each(verdict=[(x,) for x in VERDICTS]),
+        each(kind=("loop",), verdict=VERDICTS),
         [
-            ("verdict", lambda view: view.scope["verdict"][0]),
-            ("loops", lambda view: f"{verdicts(view)[0]}"),
-            ("share", lambda view: "{:.0%}".format(verdicts(view)[0] / verdicts(view)[1])),
+            *plain("verdict"),
+            ("loops", lambda view: f"{verdicts(view, view.scope['verdict'])[0]}"),
+            ("share", share),
         ],
-        {"kind": "loop"},
     ),
     "public-loops-all": Table(
         ("public_loops",),
         every(),
         [
-            ("loop", "{repository}, {path}"),
-            ("version", "{version}"),
-            ("changed line", changed),
-            ("verdict", "{verdict}"),
-            ("what was seen", "{note}"),
+            *(("loop", "{repository}, {path}"), *plain("version"), ("changed line", changed)),
+            *(*plain("verdict"), ("what was seen", "{note}")),
         ],
         {"kind": "loop"},
     ),
@@ -785,13 +683,10 @@ TABLES: dict[str, Table | Callable[..., str]] = {
         ("public_loops",),
         every(),
         [
-            ("loop", "{repository}, {path}"),
-            ("version", "{version}"),
-            ("changed line", changed),
+            *(("loop", "{repository}, {path}"), *plain("version"), ("changed line", changed)),
             ("worst mean", stat("mean_off.*.*", lambda of: max(map(abs, of)), ".2f")),
-            ("sd", join(stat("sd_ratio.*.*", min, ".2f"), " to ", stat("sd_ratio.*.*", max, ".2f"))),
-            ("verdict", "{verdict}"),
-            ("what was seen", "{note}"),
+            ("sd", stat("sd_ratio.*.*", lambda of: f"{min(of):.2f} to {max(of):.2f}", "")),
+            *(*plain("verdict"), ("what was seen", "{note}")),
         ],
         {"kind": "recorded"},
     ),
@@ -802,29 +697,15 @@ TABLES: dict[str, Table | Callable[..., str]] = {
             ("quickstart, mean over seeds", ENSEMBLE, OURS, DIFFERENCE),
             (
                 "temperature",
-                *(mean(lambda r, x=x: fmean(r["methods"][x]["temperature"])) for x in (ENSEMBLE, OURS)),
+                *(
+                    mean(lambda r, x=x: fmean(r["methods"][x]["temperature"]))
+                    for x in (ENSEMBLE, OURS)
+                ),
                 "",
             ),
-            *(
-                versus(f"{score}, {when}", *(f"methods.{x}.{when}.{score}" for x in (ENSEMBLE, OURS)), 4, True)
-                for score in ("ECE", "LPPD")
-                for when in ("before", "after")
-            ),
+            *(tempered(score, when) for score in ("ECE", "LPPD") for when in ("before", "after")),
         ],
         {"data": "digits"},
-    ),
-    "conformal": Table(
-        ("calibration",),
-        each(data=("digits", "energy")),
-        [
-            ("data", "{data}", "{data}"),
-            *zip(
-                ("predictions", "splits", f"coverage of {LEVEL:.0%}", "allowed", "met", "classes or width", "own interval's coverage"),
-                intervals(ENSEMBLE),
-                intervals(OURS),
-                strict=True,
-            ),
-        ],
     ),
     "few-draws": Table(
         ("few_draws",),
@@ -832,14 +713,7 @@ TABLES: dict[str, Table | Callable[..., str]] = {
         [
             ("test LPPD", *["{problem}"] * 4),
             ("draws", "`choose`", "evenly spaced", DIFFERENCE, "`choose` - all, paired"),
-            *(
-                (
-                    *versus(f"k = {k}", f"chosen.{k}", f"evenly.{k}", 3, True)[:3],
-                    mean(minus(f"chosen.{k}", f"evenly.{k}"), 3, "+"),
-                    mean(minus(f"chosen.{k}", "all"), 3, "+"),
-                )
-                for k in FEW
-            ),
+            *map(drawn, (1, 2, 4, 8, 16)),
             ("all", *[join(mean("all"), " ({num_draws:,})")] * 2, "", ""),
         ],
     ),
@@ -847,8 +721,7 @@ TABLES: dict[str, Table | Callable[..., str]] = {
         ("few_draws",),
         each(problem=SIZED),
         [
-            ("data", "{problem}"),
-            ("validation examples", "{num_validation:,}"),
+            *(("data", "{problem}"), ("validation examples", "{num_validation:,}")),
             ("draws", "{num_draws:,}"),
             ("on validation data", mean(minus("validation.15", "validation_all"), 3, "+")),
             ("on test data", mean(minus("chosen.16", "all"), 3, "+")),
@@ -859,82 +732,47 @@ TABLES: dict[str, Table | Callable[..., str]] = {
         found("problem", "seed"),
         [
             ("problem, seed", "{problem}, {seed}"),
-            ("d / N", stat(D_N, fmean, ".2g", of("select"))),
-            (ENSEMBLE, stat("lppd", fmean, ".3f", of(ENSEMBLE))),
+            ("d / N", stat(d_n, max, ".2g")),
+            (ENSEMBLE, stat("lppd", max, ".3f", Pick({"method": ENSEMBLE}))),
             *((x, lambda view, x=x: candidate(view, x)) for x in CANDIDATES),
-            ("best - chosen", regret),
-            ("cost", stat("cost", fmean, ".2f", of("select"))),
+            *(("best - chosen", regret), ("cost", "{cost:.2f}")),
         ],
         {"method": "select"},
     ),
     "which-method-short": Table(
         ("which_method", "networks"),
-        each(),
-        [*zip(("problem", *SHOWN, "best of the others"), *SHORT_LINES, strict=True)],
-    ),
-    "which-method": Table(
-        ("uci", "networks", "selection", "few_draws"),
-        each(),
+        each(problem=PROBLEMS),
         [
-            *zip(("your case", "d / N", "try first", "gain in test LPPD, nats"), *DECISIONS, strict=True)
+            ("problem", lambda view: PROBLEMS[view.scope["problem"]]),
+            *((x, lambda view, x=x: of_method(view, x)) for x in SHOWN),
+            ("best of the others", best_of_others),
         ],
+        {"smoke": None},
     ),
-    **{f"which-method {problem}": all_methods(problem) for problem in PROBLEMS},
 }
-
-
-def quick_gain(score: str) -> Cell:
-    """A score of the quickstart above the deep ensemble's."""
-    return mean(minus(f"scores.{OURS}.{score}", f"scores.{ENSEMBLE}.{score}"), 4, "+")
-
-
-def tempered(score: str) -> Cell:
-    """The same after the best temperature."""
-    names = (f"methods.{x}.after.{score}" for x in (OURS, ENSEMBLE))
-    return mean(minus(*names), 4, "+", pick=Pick({"data": "digits"}))
-
-
-def step_of(where: Record, spec: str = ".2f", method: str = OURS) -> Cell:
-    """Time in units of AdamW's."""
-    return stat(f"methods.{method}.ratio", lambda of: number(of[0], spec), "", Pick(where))
-
-
-def met(view: View) -> str:
-    """How many posteriors are within the bounds."""
-    verdicts = view.values(within, Pick({"part": "posteriors"}))
-    return f"{verdicts.count('yes')} of {len(verdicts)}"
-
-
-ONE_CHAIN = {"part": "network", "chains": 1}
 FIGURES: dict[str, tuple] = {
-    "quickstart LPPD": ("quickstart_seeds", quick_gain("LPPD")),
-    "quickstart ECE": ("quickstart_seeds", quick_gain("ECE")),
-    "LPPD after temperature": ("calibration", tempered("LPPD")),
-    "ECE after temperature": ("calibration", tempered("ECE")),
+    "quickstart LPPD": ("quickstart_seeds", quick("LPPD")[-1]),
+    "quickstart ECE": ("quickstart_seeds", quick("ECE")[-1]),
+    "LPPD after temperature": ("calibration", tempered("LPPD", "after")[-1], {"data": "digits"}),
+    "ECE after temperature": ("calibration", tempered("ECE", "after")[-1], {"data": "digits"}),
     "uci wins, scale_adapted_sghmc": ("uci", lambda view: wins(view, SGHMC), JOINT),
     "uci losses, psmile_naive": ("uci", lambda view: wins(view, "psmile_naive", -1), JOINT),
-    "yacht lost": ("uci", lambda view: lost(view, of(OURS, data="yacht")), JOINT),
+    "yacht lost": ("uci", lambda view: lost(view, at_best(OURS, data="yacht")), JOINT),
     "posteriors met": ("agreement", met),
-    "bias competitive": (
-        "analytic paper",
-        lambda view: tally(view, lambda ours, best, paper: not is_above(ours, best)),
-    ),
-    "bias behind paper": (
-        "analytic paper",
-        lambda view: tally(view, lambda ours, best, paper: is_above(ours, paper)),
-    ),
+    "bias competitive": ("analytic paper", lambda view: tally(view, of_paper=False)),
+    "bias behind paper": ("analytic paper", lambda view: tally(view, of_paper=True)),
     "small noise met": ("small_noise", noise_met),
-    "public loops run": ("public_loops", lambda view: "{} of {}".format(*verdicts(view))),
+    "public loops run": ("public_loops", lambda view: "{} of {}".format(*verdicts(view, *RUNS))),
     "public repositories": ("public_loops", stat("repository", lambda of: len({*of}), "")),
-    "step lenet, psmile": ("step_cost", step_of(ONE_CHAIN | {"network": "lenet"})),
-    "step gpt, psmile": ("step_cost", step_of(ONE_CHAIN | {"network": "gpt"})),
-    "update psmile": ("step_cost", step_of(LARGE, ".1f")),
-    "update smile": ("step_cost", step_of(LARGE, ".1f", "smile")),
-    **{
-        f"which-method {problem}": ("which_method", lambda view, x=problem: advice(view, x))
-        for problem in PROBLEMS
-    },
+    "step lenet, psmile": ("step_cost", step_of(".2f", OURS, network="lenet")),
+    "step gpt, psmile": ("step_cost", step_of(".2f", OURS, network="gpt")),
+    "update psmile": ("step_cost", step_of(".1f", OURS, parameters=10**7, **USUAL)),
+    "update smile": ("step_cost", step_of(".1f", "smile", parameters=10**7, **USUAL)),
 }
+for problem in ("digits", "energy", "airfoil"):
+    name = f"which-method {problem}"
+    TABLES[name] = lambda files, x=problem: all_methods(files, x)
+    FIGURES[name] = ("which_method", lambda view, x=problem: advice(view, x))
 
 
 # Pages.
@@ -942,7 +780,11 @@ FIGURES: dict[str, tuple] = {
 MARKED = re.compile(r"<!-- (table|figure) ([^>]*?) -->(.*?)<!-- end -->", re.DOTALL)
 OPENED = re.compile(r"<!-- (?:table|figure) ([^>]*?) -->")
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-BARE = re.compile(r"(?:^ *\|.*\n)+(?!\n\*\d+ records? · .*\* Frozen: .*\bcommit [0-9a-f]{7}\b)", re.MULTILINE)
+# Lines of a table, and not below them a line on records and the commit that has them.
+BARE = re.compile(
+    r"(?:^ *\|.*\n)+(?! *\||\n\*(?:\d+ records? · |paper: ).*\* Frozen: .*\bcommit [0-9a-f]{7}\b)",
+    re.MULTILINE,
+)
 
 
 @cache
