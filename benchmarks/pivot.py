@@ -302,13 +302,13 @@ class Table(NamedTuple):
     Attributes:
         files: names of the files of records; rows are made from the first.
         rows: see `each`, `found` and `every`. A row that takes no record is left out.
-        columns: a header and a cell for each line of a row.
+        columns: a header and a cell for each line of a row, or a function that makes them.
         where: filter of the first file.
     """
 
     files: tuple[str, ...]
     rows: Rows
-    columns: Sequence[tuple]
+    columns: Sequence[tuple] | Callable[[View], Sequence[tuple]]
     where: Mapping[str, Any] = {}
 
 
@@ -316,17 +316,18 @@ def block(table: Table, files: Mapping[str, Sequence[Record]]) -> str:
     """The table in Markdown and a line on its records, or a note that there are none."""
     files = {name: files.get(name, []) for name in table.files}
     kept = [record for record in files[table.files[0]] if matches(record, table.where)]
-    lines, used = [], {}
+    lines, used, columns = [], {}, []
     for scope, own in table.rows(kept):
         view = View(files, table.where, scope, own)
-        cells = zip(*(column[1:] for column in table.columns), strict=True)
+        columns = table.columns(view) if callable(table.columns) else table.columns
+        cells = zip(*(column[1:] for column in columns), strict=True)
         row = [[text(cell, view) for cell in line] for line in cells]
         if view.used:
             lines += row
             used |= view.used
     if not lines:
         return NO_RECORD
-    header = [column[0] for column in table.columns]
+    header = [column[0] for column in columns]
     return markdown(header, lines, [*used.values()])
 
 

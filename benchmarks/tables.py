@@ -18,7 +18,7 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -328,22 +328,17 @@ def compared(view: View) -> list[Any]:
     return [r["methods"] for r in sorted(view.records(), key=lambda r: r["cell"]["seed"])]
 
 
-def of_problem(problem: str, files: Mapping[str, Sequence[Record]]) -> View:
-    """The view that they need."""
-    where = {"problem": problem, "smoke": None}
-    return View({"which_method": files.get("which_method", [])}, where, {})
+def all_methods(view: View) -> list[tuple]:
+    """Columns of the table of `compare.py`, which depend on the problem."""
+    if not (rows := compared(view)):
+        return []
+    header, lines = verdict.cells(rows)
+    return [*zip(header, *lines, strict=True)]
 
 
-def all_methods(files: Mapping[str, Sequence[Record]], problem: str) -> str:
-    """The table of `compare.py`, whose columns depend on the problem."""
-    view = of_problem(problem, files)
-    rows = compared(view)
-    return pivot.markdown(*verdict.cells(rows), view.records()) if rows else pivot.NO_RECORD
-
-
-def advice(view: View, problem: str) -> str:
+def advice(view: View) -> str:
     """The three sentences of `compare.py`."""
-    rows = compared(of_problem(problem, view.files))
+    rows = compared(view)
     return " ".join(verdict.sentences(rows)) if rows else pivot.NO_RECORD
 
 
@@ -402,7 +397,7 @@ def drawn(count: int) -> tuple:
 
 
 DIFFERENCE = "difference, paired"
-TABLES: dict[str, Table | Callable[..., str]] = {
+TABLES: dict[str, Table] = {
     "quickstart": Table(
         ("quickstart_seeds",),
         each(),
@@ -770,9 +765,9 @@ FIGURES: dict[str, tuple] = {
     "update smile": ("step_cost", step_of(".1f", "smile", parameters=10**7, **USUAL)),
 }
 for problem in ("digits", "energy", "airfoil"):
-    name = f"which-method {problem}"
-    TABLES[name] = lambda files, x=problem: all_methods(files, x)
-    FIGURES[name] = ("which_method", lambda view, x=problem: advice(view, x))
+    where = {"problem": problem, "smoke": None}
+    TABLES[f"which-method {problem}"] = Table(("which_method",), each(), all_methods, where)
+    FIGURES[f"which-method {problem}"] = ("which_method", advice, where)
 
 
 # Pages.
@@ -793,17 +788,12 @@ def records_of(name: str) -> list[Record]:
     return pivot.read(FOLDER / "results" / f"{name}.jsonl")
 
 
-class _Files(dict):
-    """All files of records, read when they are asked for."""
-
-    def get(self, name: str, default: Any = None) -> list[Record]:
-        return records_of(name)
-
-
-def shown(name: str, files: Mapping[str, Sequence[Record]]) -> str:
-    """A table made from some records."""
-    table = TABLES[name]
-    return pivot.block(table, files) if isinstance(table, Table) else table(files)
+def shown(name: str, records: list[Record] | None = None) -> str:
+    """A table made from the files, or from some records in place of its first file."""
+    files = {x: records_of(x) for x in TABLES[name].files}
+    if records is not None:
+        files[TABLES[name].files[0]] = records
+    return pivot.block(TABLES[name], files)
 
 
 def made(kind: str, name: str) -> str | None:
@@ -811,7 +801,7 @@ def made(kind: str, name: str) -> str | None:
     if name not in (TABLES if kind == "table" else FIGURES):
         return None
     if kind == "table":
-        return f"\n{shown(name, _Files())} "
+        return f"\n{shown(name)} "
     files, cell, *where = FIGURES[name]
     view = View({x: records_of(x) for x in files.split()}, where[0] if where else {}, {})
     return pivot.text(cell, view)
@@ -831,8 +821,8 @@ def rewritten(text: str) -> str:
 
 def complaints(text: str, page: str) -> Iterator[str]:
     """Sentences that say what is wrong with a page."""
-    for found in MARKED.finditer(text):
-        kind, name, content = found.groups()
+    for marked in MARKED.finditer(text):
+        kind, name, content = marked.groups()
         inner = OPENED.search(content)
         if inner:
             yield f"{page}: the marker of {kind} `{name}` is not closed before `{inner[1]}` begins."
@@ -851,11 +841,11 @@ def complaints(text: str, page: str) -> Iterator[str]:
 def uncommitted() -> Iterator[str]:
     """Sentences on records of uncommitted code."""
     for path in sorted((FOLDER / "results").glob("*.jsonl")):
-        for number, record in enumerate(pivot.read(path), 1):
+        for place, record in enumerate(pivot.read(path), 1):
             chains = record.get("chains")
             parts = [record, *(chains if isinstance(chains, list) else [])]
             if any(isinstance(part, dict) and part.get("dirty") for part in parts):
-                yield f"{path.name}: record {number} was made with --allow-dirty."
+                yield f"{path.name}: record {place} was made with --allow-dirty."
 
 
 def main() -> int:
