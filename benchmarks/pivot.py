@@ -228,6 +228,11 @@ def plain(*names: str) -> list[tuple[str, Cell]]:
     return [(name, f"{{{name}}}") for name in names]
 
 
+def under(headers: str, *cells: Cell) -> list[tuple[str, Cell]]:
+    """Columns under headers that commas separate."""
+    return [*zip(headers.split(", "), cells, strict=True)]
+
+
 def stat(path: Value, how: Callable[..., Any], spec: str = ".3f", pick: Pick = ALL) -> Cell:
     """Reduce values to one; nothing without values."""
     return lambda view: number(how(of), spec) if (of := view.values(path, pick)) else ""
@@ -302,20 +307,24 @@ class Table(NamedTuple):
     Attributes:
         files: names of the files of records; rows are made from the first.
         rows: see `each`, `found` and `every`. A row that takes no record is left out.
-        columns: a header and a cell for each line of a row, or a function that makes them.
         where: filter of the first file.
+        columns: a header and a cell for each line of a row, or a function that makes them.
     """
 
-    files: tuple[str, ...]
+    files: str
     rows: Rows
-    columns: Sequence[tuple] | Callable[[View], Sequence[tuple]]
     where: Mapping[str, Any] = {}
+    columns: Sequence[tuple] | Callable[[View], Sequence[tuple]] = ()
+
+    def shows(self, *columns: tuple) -> "Table":
+        """Declare the columns."""
+        return self._replace(columns=columns)
 
 
 def block(table: Table, files: Mapping[str, Sequence[Record]]) -> str:
     """The table in Markdown and a line on its records, or a note that there are none."""
-    files = {name: files.get(name, []) for name in table.files}
-    kept = [record for record in files[table.files[0]] if matches(record, table.where)]
+    first = next(iter(files))
+    kept = [record for record in files[first] if matches(record, table.where)]
     lines, used, columns = [], {}, []
     for scope, own in table.rows(kept):
         view = View(files, table.where, scope, own)

@@ -45,6 +45,7 @@ from benchmarks.pivot import (  # noqa: E402
     plain,
     short,
     stat,
+    under,
     value_error,
     versus,
 )
@@ -55,6 +56,8 @@ FOLDER = Path(__file__).parent
 ENSEMBLE, OURS, SGHMC = "deep ensemble", "psmile", "scale_adapted_sghmc"
 # Of all parts of a campaign.
 LAST = Pick(last="of")
+COUNTS = ("cases", "silent", "raw", "lost")
+COMMAND = lambda record: f"`{record['command']}`"  # noqa: E731
 
 
 def d_n(record: Record) -> float:
@@ -68,6 +71,7 @@ JOINT |= {"protocol": "joint", "num_chains": 10, "num_gradients": 60_000}
 DATA = ("energy", "airfoil", "bikesharing", "concrete", "yacht", "kin8nm", "power")
 RIVALS = (SGHMC, "sgld", "cyclical_sgld", "checkpoints", "psmile_naive", "mile")
 BEST = Pick(best="step_size")
+SIGMA = [mean(f"sigma.{place}", error=False, pick=BEST) for place in (0, -1)]
 
 
 def at_best(method: str, **where: Any) -> Pick:
@@ -120,6 +124,11 @@ def varied(options: Mapping[str, Any]) -> str:
 def variant(view: View) -> str:
     """A method and, for `psmile`, what it samples."""
     return view.first("method") + VARIANTS[varied(view.first("options"))]
+
+
+# Of the small form: the samplers and baselines at their usual settings.
+SMALL = {"form": "small", "method": lambda x: x != ENSEMBLE}
+SMALL["options"] = lambda x: varied(x) in VARIANTS
 
 
 def listed(view: View) -> str:
@@ -201,6 +210,16 @@ def shift(record: Record) -> float:
     return max(((rank - 0.5) * scale for rank in record["mean_rank"]), key=abs)
 
 
+def furthest(ratios: list[float]) -> float:
+    """From one."""
+    return max(ratios, key=lambda ratio: abs(ratio - 1))
+
+
+def yes(flags: list[bool]) -> str:
+    """A word."""
+    return "yes" if all(flags) else "no"
+
+
 def bias(sampler: str, kind: str = "gaussian", part: str = "mixing", step=False, **of: Any) -> Cell:
     """Bias ± error, of chains that mix or, without `part`, of all."""
 
@@ -212,6 +231,18 @@ def bias(sampler: str, kind: str = "gaussian", part: str = "mixing", step=False,
         return value_error(record["bias"], record["error"]) + size
 
     return cell
+
+
+def skewed(sigma: str) -> tuple[str, Cell, Cell]:
+    """A column of log-normal noise: bias and step size."""
+    pick = Pick({"kind": f"lognormal:{sigma}"})
+    return sigma, bias(LEAPFROG, **pick.where, part=""), stat("step_size", max, ".2g", pick)
+
+
+def variances(method: str) -> list[Cell]:
+    """Error of the variances of Gaussians, and the worst one."""
+    pick = Pick({"method": method})
+    return [stat("b2", max, ".4f", pick), stat("worst", max, ".2f", pick)]
 
 
 def in_paper(sampler: str = "psmile_naive", kind: str = "gaussian", **of: Any) -> Cell:
@@ -232,10 +263,8 @@ def tally(view: View, of_paper: bool) -> str:
     """
     count, places = 0, [place | {"kind": "gaussian"} for place, _ in PLACES([])]
     for place in places:
-        of = {
-            x: view.records(Pick(place | {"sampler": x} | LONG)) for x in (OURS, LEAPFROG, LENGTH)
-        }
-        ours, *forms = (records[0]["mixing"] for records in of.values())
+        picks = (Pick(place | LONG | {"sampler": x}) for x in (OURS, LEAPFROG, LENGTH))
+        ours, *forms = (view.records(pick)[0]["mixing"] for pick in picks)
         best = min(filter(None, forms), key=lambda r: r["bias"])
         if of_paper:
             wanted = place | {"quantity": "b2", "sampler": "psmile_naive"}
@@ -262,6 +291,7 @@ def noise_met(view: View) -> str:
 # Costs, and other people's loops.
 USUAL = {"part": "update", "leaves": 20, "chains": 1, "grads": "float32"}
 STEPS = ("adamw", "sgd", "blackjax sgld", "sgld", "smile_naive", "smile", "psmile_naive", OURS)
+FLOATS = {"grads": (None, "float32")}
 RUNS = ("runs, sane", "runs, flagged")
 VERDICTS = (*RUNS, "refused, with advice", "failed", "wrong without a word")
 
@@ -282,7 +312,7 @@ def step_name(view: View) -> str:
 def ratios(title: str, field: str, *names: str, where: Record = {}) -> Table:  # noqa: B006
     """Costs in units of AdamW's."""
     columns = [(x, f"{{methods.{x}.{field}:.2f}}") for x in names or STEPS]
-    return Table(("step_cost",), every(), [(title, step_name), *columns], where)
+    return Table("step_cost", every(), where).shows((title, step_name), *columns)
 
 
 def step_of(spec: str, method: str, **where: Any) -> Cell:
@@ -389,6 +419,11 @@ def tempered(score: str, when: str) -> tuple:
     return versus(f"{score}, {when}", *paths, error=True)
 
 
+def fitted(method: str) -> Cell:
+    """The temperature."""
+    return mean(lambda record: fmean(record["methods"][method]["temperature"]))
+
+
 def drawn(count: int) -> tuple:
     """LPPD of this many draws: chosen, evenly spaced, and what choosing gains."""
     chosen, evenly = f"chosen.{count}", f"evenly.{count}"
@@ -398,351 +433,177 @@ def drawn(count: int) -> tuple:
 
 DIFFERENCE = "difference, paired"
 TABLES: dict[str, Table] = {
-    "quickstart": Table(
-        ("quickstart_seeds",),
-        each(),
-        [
-            ("test, mean over seeds", ENSEMBLE, OURS, DIFFERENCE),
-            *(quick(name, title) for name, title in QUICK.items()),
-        ],
+    "quickstart": Table("quickstart_seeds", each()).shows(
+        ("test, mean over seeds", ENSEMBLE, OURS, DIFFERENCE),
+        *(quick(name, title) for name, title in QUICK.items()),
     ),
-    "uci": Table(
-        ("uci",),
-        each(data=DATA),
-        [
-            *plain("data"),
-            scored(ENSEMBLE, ENSEMBLE),
-            scored("scale-adapted SGHMC", SGHMC),
-            scored("psmile_naive, fixed step", "psmile_naive"),
-            scored("**psmile**, its own step", OURS),
-            ("psmile - SGHMC", lambda view: ahead(view, SGHMC)),
-            scored("MILE, full batch", "mile"),
-        ],
-        JOINT,
+    "uci": Table("uci", each(data=DATA), JOINT).shows(
+        *plain("data"),
+        scored(ENSEMBLE, ENSEMBLE),
+        scored("scale-adapted SGHMC", SGHMC),
+        scored("psmile_naive, fixed step", "psmile_naive"),
+        scored("**psmile**, its own step", OURS),
+        ("psmile - SGHMC", lambda view: ahead(view, SGHMC)),
+        scored("MILE, full batch", "mile"),
     ),
-    "uci-differences": Table(
-        ("uci",),
-        each(data=DATA),
-        [("psmile minus", "{data}"), *((x, lambda view, x=x: ahead(view, x)) for x in RIVALS)],
-        JOINT,
+    "uci-differences": Table("uci", each(data=DATA), JOINT).shows(
+        ("psmile minus", "{data}"), *((x, lambda view, x=x: ahead(view, x)) for x in RIVALS)
     ),
     "uci-mixing": Table(
-        ("uci",),
-        each(data=DATA, method=(OURS, "psmile_naive", SGHMC, "mile")),
-        [
-            *plain("data", "method"),
-            ("within chains", mean("rhat_within", 2, error=False, pick=BEST)),
-            ("across chains", mean("rhat_across", 2, error=False, pick=BEST)),
-            ("chains lost", lost),
-            (
-                "sigma, first to last draw",
-                join(*(mean(f"sigma.{i}", error=False, pick=BEST) for i in (0, -1)), sep=" ... "),
-            ),
-        ],
-        JOINT,
+        "uci", each(data=DATA, method=(OURS, "psmile_naive", SGHMC, "mile")), JOINT
+    ).shows(
+        *plain("data", "method"),
+        ("within chains", mean("rhat_within", 2, error=False, pick=BEST)),
+        ("across chains", mean("rhat_across", 2, error=False, pick=BEST)),
+        ("chains lost", lost),
+        ("sigma, first to last draw", join(*SIGMA, sep=" ... ")),
     ),
-    "scale": Table(
-        ("networks",),
-        NETWORKS,
-        [
-            *(("network", named), ("method", variant)),
-            *((ENSEMBLE, mean("lppd", 4, pick=START)), ("LPPD", mean("lppd", 4))),
-            *((f"{name}, gain", gain(x, START, digits=4)) for name, x in SCORES.items()),
-            ("seeds", stat("lppd", len, "d")),
-        ],
-        {
-            "form": "small",
-            "method": lambda x: x != ENSEMBLE,
-            "options": lambda x: varied(x) in VARIANTS,
-        },
+    "scale": Table("networks", NETWORKS, SMALL).shows(
+        *under("network, method", named, variant),
+        *under(f"{ENSEMBLE}, LPPD", mean("lppd", 4, pick=START), mean("lppd", 4)),
+        *((f"{name}, gain", gain(x, START, digits=4)) for name, x in SCORES.items()),
+        ("seeds", stat("lppd", len, "d")),
     ),
-    "scale-cells": Table(
-        ("networks",),
-        NETWORKS,
-        [
-            *(("network", named), ("method", "{method}"), ("options", listed)),
-            *((name, mean(x, 4)) for name, x in SCORES.items()),
-            ("one chain", mean("single.lppd", 4, error=False)),
-            *(("seconds", seconds), ("MiB", stat("chains.*.peak_mib", max, ".0f"))),
-        ],
-        {"form": lambda x: x.split()[0] == "small"},
+    "scale-cells": Table("networks", NETWORKS, {"form": lambda x: x.split()[0] == "small"}).shows(
+        *under("network, method, options", named, "{method}", listed),
+        *((name, mean(x, 4)) for name, x in SCORES.items()),
+        ("one chain", mean("single.lppd", 4, error=False)),
+        *under("seconds, MiB", seconds, stat("chains.*.peak_mib", max, ".0f")),
     ),
     "ladder": Table(
-        ("ladder",),
-        found("size", "prior", size=("1e4", "1e5", "1e6", "1e7"), prior=ON_LADDER),
-        [
-            ("weights", stat("num_parameters", lambda x: pivot.thousands(x[0]), "")),
-            ("d / N", stat(d_n, max, ".2f")),
-            *plain("prior"),
-            *map(above, ANGLES),
-        ],
+        "ladder", found("size", "prior", size=("1e4", "1e5", "1e6", "1e7"), prior=ON_LADDER)
+    ).shows(
+        ("weights", stat("num_parameters", lambda x: pivot.thousands(x[0]), "")),
+        ("d / N", stat(d_n, max, ".2f")),
+        *plain("prior"),
+        *map(above, ANGLES),
     ),
-    "ladder-cells": Table(
-        ("ladder",),
-        every("size", "prior"),
-        [
-            *(("weights", "{size}"), *plain("prior", "angle"), ("gradients", "{num_gradients:,}")),
-            ("precision", stat(lambda r: r["precision"] or None, max, ".2g")),
-            *((x, lambda view, x=x, n=n: at_end(view, x, n)) for x, n in SEEN.items()),
-        ],
+    "ladder-cells": Table("ladder", every("size", "prior")).shows(
+        *under("weights, prior, angle", "{size}", "{prior}", "{angle}"),
+        ("gradients", "{num_gradients:,}"),
+        ("precision", stat(lambda r: r["precision"] or None, max, ".2g")),
+        *((x, lambda view, x=x, n=n: at_end(view, x, n)) for x, n in SEEN.items()),
     ),
-    "posteriors": Table(
-        ("agreement",),
-        every(),
-        [
-            *(("posterior", "{data}"), ("sampler", "{method}")),
-            *(("mean", "{mean max.raw:.3f}"), ("net", "{mean max.net:.3f}")),
-            *(("sd", "{sd max.raw:.3f}"), ("net", "{sd max.net:.3f}")),
-            ("smallest ESS", "{smallest_ess:,.0f}"),
-            ("within 0.1", stat(within, max, "")),
-        ],
-        {"part": "posteriors"},
+    "posteriors": Table("agreement", every(), {"part": "posteriors"}).shows(
+        *under("posterior, sampler", "{data}", "{method}"),
+        *under("mean, net", "{mean max.raw:.3f}", "{mean max.net:.3f}"),
+        *under("sd, net", "{sd max.raw:.3f}", "{sd max.net:.3f}"),
+        ("smallest ESS", "{smallest_ess:,.0f}"),
+        ("within 0.1", stat(within, max, "")),
     ),
-    "nuts-networks": Table(
-        ("agreement",),
-        found("method"),
-        [
-            ("mean, sd, W1 (ESS)", "{method}"),
-            *(
-                (f"{x}, N/{n}".removesuffix("/1"), lambda view, x=x, n=n: agreement(view, x, n))
-                for x in ("energy", "moons")
-                for n in (1, 2, 8, 32)
-            ),
-        ],
-        {"part": "networks"},
+    "nuts-networks": Table("agreement", found("method"), {"part": "networks"}).shows(
+        ("mean, sd, W1 (ESS)", "{method}"),
+        *(
+            (f"{x}, N/{n}".removesuffix("/1"), lambda view, x=x, n=n: agreement(view, x, n))
+            for x in ("energy", "moons")
+            for n in (1, 2, 8, 32)
+        ),
     ),
     "nuts-references": Table(
-        ("agreement",),
-        found("data", "part"),
-        [
-            ("reference", "{data} ({part})"),
-            ("largest R-hat", stat("reference.rhat.*", max, ".3f", Pick(last="data"))),
-            ("smallest ESS", stat("reference.ess.*", min, ",.0f", Pick(last="data"))),
-        ],
-        {"part": ("posteriors", "networks")},
+        "agreement", found("data", "part"), {"part": ("posteriors", "networks")}
+    ).shows(
+        ("reference", "{data} ({part})"),
+        ("largest R-hat", stat("reference.rhat.*", max, ".3f", Pick(last="data"))),
+        ("smallest ESS", stat("reference.ess.*", min, ",.0f", Pick(last="data"))),
     ),
-    "calibration": Table(
-        ("agreement",),
-        every(),
-        [
-            *(
-                ("model", "{data}"),
-                ("sampler", "{method}"),
-                ("data sets", stat("counts.0.*", sum, "")),
-            ),
-            *(("smallest p", stat("p.*", min, ".2g")), ("of", stat("p.*", len, ""))),
-            ("largest shift, s.e.", stat(shift, max, ".1f")),
-            (
-                "variance / uniform",
-                stat("variance_ratio.*", lambda of: max(of, key=lambda x: abs(x - 1)), ".2f"),
-            ),
-            ("lost", "{num_lost}"),
-            ("uniform", stat(lambda r: "yes" if r["is_uniform"] else "no", max, "")),
-        ],
-        {"part": "calibration"},
+    "calibration": Table("agreement", every(), {"part": "calibration"}).shows(
+        *under("model, sampler, data sets", "{data}", "{method}", stat("counts.0.*", sum, "")),
+        *under("smallest p, of", stat("p.*", min, ".2g"), stat("p.*", len, "")),
+        ("largest shift, s.e.", stat(shift, max, ".1f")),
+        ("variance / uniform", stat("variance_ratio.*", furthest, ".2f")),
+        *under("lost, uniform", "{num_lost}", stat("is_uniform", yes, "")),
     ),
-    "bias": Table(
-        ("analytic", "paper"),
-        each(noise=NOISES),
-        [
-            ("noise: psmile / paper's pSMILE-naive, best step", "{noise}"),
-            *(y for x in TARGETS for y in beside(x, bias(OURS, target=x), in_paper(target=x))),
-        ],
-        LONG,
+    "bias": Table("analytic paper", each(noise=NOISES), LONG).shows(
+        ("noise: psmile / paper's pSMILE-naive, best step", "{noise}"),
+        *(y for x in TARGETS for y in beside(x, bias(OURS, target=x), in_paper(target=x))),
     ),
-    "bias-forms": Table(
-        ("analytic", "paper"),
-        PLACES,
-        [
-            ("target, noise", "{target}, {noise}"),
-            ("**psmile**, nothing chosen", bias(OURS, step=True)),
-            ("psmile_naive, best step", bias(LEAPFROG, step=True)),
-            ("the same, L = 10", bias(LENGTH, step=True)),
-            ("paper: pSMILE-naive, best step", in_paper()),
-        ],
-        LONG,
+    "bias-forms": Table("analytic paper", PLACES, LONG).shows(
+        ("target, noise", "{target}, {noise}"),
+        ("**psmile**, nothing chosen", bias(OURS, step=True)),
+        ("psmile_naive, best step", bias(LEAPFROG, step=True)),
+        ("the same, L = 10", bias(LENGTH, step=True)),
+        ("paper: pSMILE-naive, best step", in_paper()),
     ),
-    "bias-smallest": Table(
-        ("analytic", "paper"),
-        PLACES,
-        [
-            ("target, noise", "{target}, {noise}", "paper"),
-            *((name, bias(name, part=""), in_paper(name)) for name in SEARCHED),
-        ],
-        LONG,
+    "bias-smallest": Table("analytic paper", PLACES, LONG).shows(
+        ("target, noise", "{target}, {noise}", "paper"),
+        *((name, bias(name, part=""), in_paper(name)) for name in SEARCHED),
     ),
-    "bias-heavy-tails": Table(
-        ("analytic", "paper"),
-        PLACES,
-        [
-            ("target, noise", "{target}, {noise}"),
-            *(
-                column
-                for x in ("gaussian", "laplace", "student")
-                for column in beside(x.capitalize(), bias(LEAPFROG, x), in_paper(kind=x))
-            ),
-        ],
-        SHORT,
+    "bias-heavy-tails": Table("analytic paper", PLACES, SHORT).shows(
+        ("target, noise", "{target}, {noise}"),
+        *(
+            column
+            for x in ("gaussian", "laplace", "student")
+            for column in beside(x.capitalize(), bias(LEAPFROG, x), in_paper(kind=x))
+        ),
     ),
-    "bias-skewed": Table(
-        ("analytic",),
-        each(),
-        [
-            ("sigma", "b^2", "best step size"),
-            *(
-                (
-                    x,
-                    bias(LEAPFROG, f"lognormal:{x}", part=""),
-                    stat("step_size", max, ".2g", Pick({"kind": f"lognormal:{x}"})),
-                )
-                for x in ("0.01", "0.03", "0.1", "0.3", "1.0")
-            ),
-        ],
+    "bias-skewed": Table("analytic", each()).shows(
+        ("sigma", "b^2", "best step size"),
+        *map(skewed, ("0.01", "0.03", "0.1", "0.3", "1.0")),
     ),
-    "small-noise": Table(
-        ("small_noise",),
-        found("case"),
-        [
-            (
-                "noise of the gradients",
-                lambda view: view.first("case").replace("|", "abs ", 1).replace("|", ""),
-            ),
-            *(
-                (
-                    title,
-                    stat(
-                        field,
-                        max,
-                        spec,
-                        Pick({"method": title.partition(":")[0] if ":" in title else m}),
-                    ),
-                )
-                for m in ("smile", OURS)
-                for title, field, spec in (
-                    (f"{m}: b^2", "b2", ".4f"),
-                    ("worst variance", "worst", ".2f"),
-                )
-            ),
-            ("Monte Carlo b^2", stat("monte_carlo_b2", max, ".4f", Pick({"method": OURS}))),
-            ("bound", noise_bound),
-        ],
+    "small-noise": Table("small_noise", found("case")).shows(
+        ("noise of the gradients", lambda view: view.first("case").replace("|theta|", "abs theta")),
+        *under("smile: b^2, worst variance", *variances("smile")),
+        *under("psmile: b^2, worst variance", *variances(OURS)),
+        ("Monte Carlo b^2", stat("monte_carlo_b2", max, ".4f", Pick({"method": OURS}))),
+        ("bound", noise_bound),
     ),
     "step-cost": ratios(
         *("time / AdamW", "ratio", "sgd", "sgld", "smile_naive", "smile", "psmile_naive", OURS),
-        where={
-            "chains": 1,
-            "parameters": (None, 1_000, 10**7),
-            "leaves": (None, 20),
-            "grads": (None, "float32"),
-        },
+        where={"chains": 1, "parameters": (None, 1_000, 10**7), "leaves": (None, 20)} | FLOATS,
     ),
     "step-cost-all": ratios("time / AdamW", "ratio"),
     "compilation": ratios("compilation / AdamW", "compile_ratio"),
-    "faults": Table(
-        ("faults",),
-        found("campaign"),
-        [
-            *plain("campaign"),
-            *(
-                (x, lambda view, x=x: f"{sum(view.values(x, LAST)):,}")
-                for x in ("cases", "silent", "raw", "lost")
-            ),
-            ("date", stat("date", lambda of: ", ".join(sorted({*of})), "", LAST)),
-            (
-                "command",
-                stat(
-                    "command", lambda of: ", ".join(f"`{x}`" for x in dict.fromkeys(of)), "", LAST
-                ),
-            ),
-        ],
+    "faults": Table("faults", found("campaign")).shows(
+        *plain("campaign"),
+        *((x, lambda view, x=x: f"{sum(view.values(x, LAST)):,}") for x in COUNTS),
+        ("date", lambda view: ", ".join(sorted({*view.values("date", LAST)}))),
+        ("command", lambda view: ", ".join(dict.fromkeys(view.values(COMMAND, LAST)))),
     ),
-    "public-loops": Table(
-        ("public_loops",),
-        each(kind=("loop",), verdict=VERDICTS),
-        [
-            *plain("verdict"),
-            ("loops", lambda view: f"{verdicts(view, view.scope['verdict'])[0]}"),
-            ("share", share),
-        ],
+    "public-loops": Table("public_loops", each(kind=("loop",), verdict=VERDICTS)).shows(
+        *plain("verdict"),
+        ("loops", lambda view: f"{verdicts(view, view.scope['verdict'])[0]}"),
+        ("share", share),
     ),
-    "public-loops-all": Table(
-        ("public_loops",),
-        every(),
-        [
-            *(("loop", "{repository}, {path}"), *plain("version"), ("changed line", changed)),
-            *(*plain("verdict"), ("what was seen", "{note}")),
-        ],
-        {"kind": "loop"},
+    "public-loops-all": Table("public_loops", every(), {"kind": "loop"}).shows(
+        *under("loop, version, changed line", "{repository}, {path}", "{version}", changed),
+        *under("verdict, what was seen", "{verdict}", "{note}"),
     ),
-    "public-loops-fits": Table(
-        ("public_loops",),
-        every(),
-        [
-            *(("loop", "{repository}, {path}"), *plain("version"), ("changed line", changed)),
-            ("worst mean", stat("mean_off.*.*", lambda of: max(map(abs, of)), ".2f")),
-            ("sd", stat("sd_ratio.*.*", lambda of: f"{min(of):.2f} to {max(of):.2f}", "")),
-            *(*plain("verdict"), ("what was seen", "{note}")),
-        ],
-        {"kind": "recorded"},
+    "public-loops-fits": Table("public_loops", every(), {"kind": "recorded"}).shows(
+        *under("loop, version, changed line", "{repository}, {path}", "{version}", changed),
+        ("worst mean", stat("mean_off.*.*", lambda of: max(map(abs, of)), ".2f")),
+        ("sd", stat("sd_ratio.*.*", lambda of: f"{min(of):.2f} to {max(of):.2f}", "")),
+        *under("verdict, what was seen", "{verdict}", "{note}"),
     ),
-    "temperature": Table(
-        ("calibration",),
-        each(),
-        [
-            ("quickstart, mean over seeds", ENSEMBLE, OURS, DIFFERENCE),
-            (
-                "temperature",
-                *(
-                    mean(lambda r, x=x: fmean(r["methods"][x]["temperature"]))
-                    for x in (ENSEMBLE, OURS)
-                ),
-                "",
-            ),
-            *(tempered(score, when) for score in ("ECE", "LPPD") for when in ("before", "after")),
-        ],
-        {"data": "digits"},
+    "temperature": Table("calibration", each(), {"data": "digits"}).shows(
+        ("quickstart, mean over seeds", ENSEMBLE, OURS, DIFFERENCE),
+        ("temperature", *map(fitted, (ENSEMBLE, OURS)), ""),
+        *(tempered(score, when) for score in ("ECE", "LPPD") for when in ("before", "after")),
     ),
-    "few-draws": Table(
-        ("few_draws",),
-        each(problem=SIZED),
-        [
-            ("test LPPD", *["{problem}"] * 4),
-            ("draws", "`choose`", "evenly spaced", DIFFERENCE, "`choose` - all, paired"),
-            *map(drawn, (1, 2, 4, 8, 16)),
-            ("all", *[join(mean("all"), " ({num_draws:,})")] * 2, "", ""),
-        ],
+    "few-draws": Table("few_draws", each(problem=SIZED)).shows(
+        ("test LPPD", *["{problem}"] * 4),
+        ("draws", "`choose`", "evenly spaced", DIFFERENCE, "`choose` - all, paired"),
+        *map(drawn, (1, 2, 4, 8, 16)),
+        ("all", *[join(mean("all"), " ({num_draws:,})")] * 2, "", ""),
     ),
-    "few-draws-optimism": Table(
-        ("few_draws",),
-        each(problem=SIZED),
-        [
-            *(("data", "{problem}"), ("validation examples", "{num_validation:,}")),
-            ("draws", "{num_draws:,}"),
-            ("on validation data", mean(minus("validation.15", "validation_all"), 3, "+")),
-            ("on test data", mean(minus("chosen.16", "all"), 3, "+")),
-        ],
+    "few-draws-optimism": Table("few_draws", each(problem=SIZED)).shows(
+        *under("data, validation examples", "{problem}", "{num_validation:,}"),
+        ("draws", "{num_draws:,}"),
+        ("on validation data", mean(minus("validation.15", "validation_all"), 3, "+")),
+        ("on test data", mean(minus("chosen.16", "all"), 3, "+")),
     ),
-    "selection": Table(
-        ("selection",),
-        found("problem", "seed"),
-        [
-            ("problem, seed", "{problem}, {seed}"),
-            ("d / N", stat(d_n, max, ".2g")),
-            (ENSEMBLE, stat("lppd", max, ".3f", Pick({"method": ENSEMBLE}))),
-            *((x, lambda view, x=x: candidate(view, x)) for x in CANDIDATES),
-            *(("best - chosen", regret), ("cost", "{cost:.2f}")),
-        ],
-        {"method": "select"},
+    "selection": Table("selection", found("problem", "seed"), {"method": "select"}).shows(
+        ("problem, seed", "{problem}, {seed}"),
+        ("d / N", stat(d_n, max, ".2g")),
+        (ENSEMBLE, stat("lppd", max, ".3f", Pick({"method": ENSEMBLE}))),
+        *((x, lambda view, x=x: candidate(view, x)) for x in CANDIDATES),
+        *under("best - chosen, cost", regret, "{cost:.2f}"),
     ),
     "which-method-short": Table(
-        ("which_method", "networks"),
-        each(problem=PROBLEMS),
-        [
-            ("problem", lambda view: PROBLEMS[view.scope["problem"]]),
-            *((x, lambda view, x=x: of_method(view, x)) for x in SHOWN),
-            ("best of the others", best_of_others),
-        ],
-        {"smoke": None},
+        "which_method networks", each(problem=PROBLEMS), {"smoke": None}
+    ).shows(
+        ("problem", lambda view: PROBLEMS[view.scope["problem"]]),
+        *((x, lambda view, x=x: of_method(view, x)) for x in SHOWN),
+        ("best of the others", best_of_others),
     ),
 }
 FIGURES: dict[str, tuple] = {
@@ -766,7 +627,7 @@ FIGURES: dict[str, tuple] = {
 }
 for problem in ("digits", "energy", "airfoil"):
     where = {"problem": problem, "smoke": None}
-    TABLES[f"which-method {problem}"] = Table(("which_method",), each(), all_methods, where)
+    TABLES[f"which-method {problem}"] = Table("which_method", each(), where, all_methods)
     FIGURES[f"which-method {problem}"] = ("which_method", advice, where)
 
 
@@ -790,9 +651,9 @@ def records_of(name: str) -> list[Record]:
 
 def shown(name: str, records: list[Record] | None = None) -> str:
     """A table made from the files, or from some records in place of its first file."""
-    files = {x: records_of(x) for x in TABLES[name].files}
+    files = {x: records_of(x) for x in TABLES[name].files.split()}
     if records is not None:
-        files[TABLES[name].files[0]] = records
+        files[next(iter(files))] = records
     return pivot.block(TABLES[name], files)
 
 
