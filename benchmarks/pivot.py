@@ -99,9 +99,9 @@ def look(record: Record, path: Value) -> list[Any]:
     """
     if callable(path):
         return [x for x in [path(record)] if x is not None]
-    first, cell = path.partition(".")[0], record.get("cell")
-    found: list[Any] = [cell if isinstance(cell, dict) and first in cell else record]
-    for name in path.split("."):
+    names, cell = path.split("."), record.get("cell", ())
+    found: list[Any] = [cell if names[0] in cell else record]
+    for name in names:
         if name == "*":
             found = [x for at in found for x in (at.values() if isinstance(at, dict) else at)]
         elif found and isinstance(found[0], list):
@@ -114,14 +114,15 @@ def look(record: Record, path: Value) -> list[Any]:
 def matches(record: Record, wanted: Mapping[str, Any]) -> bool:
     """Whether fields have these values, one of several, or what a function allows.
 
-    A field that is not there is None.
+    A field is one of the cell or of the record; one that is not there is None.
     """
+    cell = record.get("cell", ())
     for name, value in wanted.items():
-        at = next(iter(look(record, name)), None)
-        if callable(value):
-            is_met = value(at)
+        at = cell[name] if name in cell else record.get(name)
+        if isinstance(value, tuple):
+            is_met = at in value
         else:
-            is_met = at in value if isinstance(value, tuple) else at == value
+            is_met = value(at) if callable(value) else at == value
         if not is_met:
             return False
     return True

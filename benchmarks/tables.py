@@ -94,8 +94,9 @@ def ahead(view: View, method: str) -> str:
 
 def wins(view: View, against: str, sign: int = 1) -> str:
     """On how many data sets `psmile` is above a method, or below it."""
-    pairs = ([at_best(x, data=data) for x in (against, OURS)] for data in DATA)
-    known = [fmean(gaps) for pair in pairs if (gaps := view.gaps("lppd", *pair, "split"))]
+    pairs = [(at_best(against, data=data), at_best(OURS, data=data)) for data in DATA]
+    gaps = [view.gaps("lppd", theirs, ours, "split") for theirs, ours in pairs]
+    known = [fmean(of) for of in gaps if of]
     return f"{sum(sign * gap > 0 for gap in known)} of {len(known)}"
 
 
@@ -408,15 +409,15 @@ QUICK = {x: x for x in ("LPPD", "accuracy", "F1", "Brier", "ECE", "AURC")}
 QUICK |= {"entropy": "entropy, digits", "shuffled": "entropy, shuffled pixels"}
 
 
-def quick(score: str, *title: str) -> tuple:
+def quick(score: str, title: str = "") -> tuple:
     """A score of the quickstart: the ensemble's, ours, and the difference."""
-    return versus(*title or ("",), *(f"scores.{x}.{score}" for x in (ENSEMBLE, OURS)))
+    return versus(title, f"scores.{ENSEMBLE}.{score}", f"scores.{OURS}.{score}")
 
 
 def tempered(score: str, when: str) -> tuple:
     """The same before or after one temperature."""
-    paths = (f"methods.{x}.{when}.{score}" for x in (ENSEMBLE, OURS))
-    return versus(f"{score}, {when}", *paths, error=True)
+    theirs, ours = (f"methods.{x}.{when}.{score}" for x in (ENSEMBLE, OURS))
+    return versus(f"{score}, {when}", theirs, ours, error=True)
 
 
 def fitted(method: str) -> Cell:

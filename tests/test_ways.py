@@ -104,7 +104,7 @@ def noisy(params: Any, batch: Any, key: jax.Array) -> jax.Array:
 
 AUX = {"loss_fn": counting, "aux": {"seen": jnp.zeros(NUM_CHAINS)}}
 OWN = RNG.integers(NUM_ROWS, size=(200, NUM_CHAINS, SIZE))
-NORM = {"integrator": "minimal_norm"}
+NORM: Any = {"integrator": "minimal_norm"}
 SLOW = {
     "scan": lambda: own_loop(),
     "minimal norm, list of 4, resumed": lambda: sampled(4, (601, 3_333, NUM_STEPS), **NORM),
