@@ -278,8 +278,11 @@ def tally(view: View, of_paper: bool) -> str:
 def noise_bound(view: View) -> str:
     """Allowed b^2 of `psmile`: at least twice that of `smile`."""
     least = 0.003 if "isotropic" in view.first("case") else 0.01
-    bound = max(least, 2 * view.first("b2", Pick({"method": "smile"})))
-    return number(bound, ".4f") + " (missed)" * (view.first("b2", Pick({"method": OURS})) > bound)
+    smile, psmile = (view.first("b2", Pick({"method": name})) for name in ("smile", OURS))
+    if smile is None or psmile is None:
+        return ""
+    bound = max(least, 2 * smile)
+    return number(bound, ".4f") + " (missed)" * (psmile > bound)
 
 
 def noise_met(view: View) -> str:
@@ -336,7 +339,7 @@ def verdicts(view: View, *named: str) -> tuple[int, int]:
 def share(view: View) -> str:
     """Of the loops with the verdict of the row."""
     count, number_of = verdicts(view, view.scope["verdict"])
-    return f"{count / number_of:.0%}"
+    return f"{count / max(number_of, 1):.0%}"
 
 
 # Which method, and which candidate.
