@@ -182,8 +182,6 @@ METHODS = {
     "psmile_naive": method("psmile_naive", 5e-4, 1e-3, 2e-3, 4e-3),
     "smile": method("smile", None),
     "psmile": method("psmile", None),
-    "psmile, angle .03": method("psmile", None, tuner=optax_smile.angle_tuner(0.03)),
-    "psmile, angle .1": method("psmile", None, tuner=optax_smile.angle_tuner(0.1)),
 }
 ALL = ("deep ensemble", *METHODS)
 
