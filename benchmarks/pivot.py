@@ -151,7 +151,8 @@ ALL = Pick()
 def _grouped(records: Iterable[Record], *fields: str) -> dict[str, list[Record]]:
     groups: dict[str, list[Record]] = {}
     for record in records:
-        groups.setdefault(repr([look(record, field) for field in fields]), []).append(record)
+        key = json.dumps([look(record, field) for field in fields], sort_keys=True)
+        groups.setdefault(key, []).append(record)
     return groups
 
 
@@ -241,20 +242,20 @@ def stat(path: Value, how: Callable[..., Any], spec: str = ".3f", pick: Pick = A
 
 def mean(
     path: Value, digits: int = 3, sign: str = "", error: bool = True, pick: Pick = ALL
-) -> Cell:  # fmt: skip
+) -> Cell:
     """Mean, with its standard error."""
     if not error:
         return stat(path, statistics.fmean, f"{sign}.{digits}f", pick)
     return lambda view: mean_error(view.values(path, pick), digits, sign)
 
 
-def gain(path: Value, base: Pick, pick: Pick = ALL, by: str = "seed", digits: int = 3) -> Cell:
-    """Mean difference from other records, paired; nothing where they are the same."""
+def gain(path: Value, base: Pick, digits: int = 3) -> Cell:
+    """Mean difference from other records, paired by seed; nothing where they are the same."""
 
     def cell(view: View) -> str:
-        if view.records(pick) == view.records(base):
+        if view.records() == view.records(base):
             return ""
-        return mean_error(view.gaps(path, base, pick, by), digits, "+")
+        return mean_error(view.gaps(path, base), digits, "+")
 
     return cell
 
