@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tabulated.table import Record, read
-from benchmarks.tabulated.uci import select
+from benchmarks.pivot import Record, matches, read
+from benchmarks.tables import JOINT
 
 import flax.linen as nn
 import jax
@@ -36,12 +36,9 @@ METHODS = {
     "sgld": ("#E69F00", "SGLD"),
     "cyclical_sgld": ("#56B4E9", "cyclical SGLD"),
 }
-NUM_GRADIENTS = 60_000
 # Distance from the edges, lowest score that is drawn, and loss of a density of zero, nats.
 ABOVE, BELOW, LOST = 0.05, 0.5, 1e3
 LARGE = 10**7
-# Where psmile stands on the axis of step sizes.
-PSMILE_PLACE = 5e-9
 
 
 def _gain(found: list[Record], ensemble: dict[int, float]) -> tuple[float, float]:
@@ -86,8 +83,8 @@ def uci(found: list[Record]) -> Figure:
     """LPPD above the deep ensemble against the step size, on two data sets."""
     drawn, axes = plt.subplots(1, 2, figsize=(9, 4.6), layout="constrained")
     for axis, data in zip(axes, ("energy", "airfoil"), strict=True):
-        usual = {"protocol": "joint", "num_chains": 10, "num_gradients": NUM_GRADIENTS}
-        _against_step_size(axis, select(found, data=data, **usual))
+        wanted = JOINT | {"data": data}
+        _against_step_size(axis, [record for record in found if matches(record, wanted)])
         axis.set(title=f"UCI {data}")
     axes[0].set_ylabel("test LPPD - deep ensemble (nats)")
     drawn.legend(*axes[0].get_legend_handles_labels(), ncols=3, loc="outside lower center")
@@ -116,34 +113,6 @@ def step_cost(found: list[Record]) -> Figure:
         right.set_xticks(range(len(names)), names, rotation=30, ha="right")
         right.set_title("10⁷ parameters, from the compiled program")
         right.legend(fontsize=8)
-    return drawn
-
-
-def llc(found: list[Record]) -> Figure:
-    """Relative error of the mean loss by SGLD against its step size, by psmile at the left."""
-    drawn, axis = plt.subplots(figsize=(10, 5.5), layout="constrained")
-    models = list(dict.fromkeys(record["cell"]["model"] for record in found))
-    colors, bottom, top = plt.get_cmap("tab20"), 1e-3, 30.0
-    for place, model in enumerate(models):
-        of = [record for record in found if record["cell"]["model"] == model]
-        points: dict[float, list[float]] = {}
-        for record in of:
-            size = record["cell"].get("step_size") or PSMILE_PLACE
-            level = record["plain"]
-            off = top if level is None else abs(level / record["exact"] - 1)
-            points.setdefault(size, []).append(min(max(off, bottom), top))
-        look: dict[str, Any] = {"color": colors(place % 20), "ms": 5}
-        sizes = sorted(size for size in points if size != PSMILE_PLACE)
-        middle = [float(np.median(points[size])) for size in sizes]
-        axis.plot(sizes, middle, "o-", lw=1, label=model, **look)
-        ours = points.get(PSMILE_PLACE, [])
-        axis.plot([PSMILE_PLACE * 1.12 ** (place - len(models) / 2)] * len(ours), ours, "_", **look)
-    axis.axhline(0.05, color="k", ls=":", lw=1)
-    ticks = {PSMILE_PLACE: "psmile", **{10.0**k: f"$10^{{{k}}}$" for k in range(-7, -2)}}
-    axis.set(xscale="log", yscale="log", xlabel="step size of SGLD", ylim=(bottom / 1.3, top * 1.3))
-    axis.set_xticks(list(ticks), list(ticks.values()))
-    axis.set_ylabel(f"|relative error| of n beta (E[L] - L(w)); at {top:g}: or more, or lost")
-    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     return drawn
 
 
@@ -234,7 +203,6 @@ def regression() -> Figure:
 PICTURES: dict[str, tuple[Callable[..., Figure], tuple[str, ...]]] = {
     "uci": (uci, ("uci",)),
     "step_cost": (step_cost, ("step_cost",)),
-    "llc": (llc, ("llc",)),
     "ladder": (ladder, ("ladder",)),
     "regression": (regression, ()),
 }

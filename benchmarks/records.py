@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tabulated.table import Record, Table, markdown, read
+from benchmarks import tables
+from benchmarks.pivot import Record, read
 
 import jax
 
@@ -86,15 +87,36 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
-def parser(description: str | None) -> Parser:
-    """A command line whose help is the docstring of its script, with the options of `complete`."""
+def parser(description: str | None, **axes: Iterable[Any]) -> Parser:
+    """A command line whose help is the docstring of its script, with the options of `complete`.
+
+    Args:
+        description: the docstring.
+        axes: values of fields of a cell, see `cells_of`; the plural of a field is an option, such
+            as `--seeds 0 1`.
+    """
     made = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--output", type=Path, help="JSON lines, read first and appended to")
     made.add_argument(
         "--allow-dirty", action="store_true", help="mark records of files that are not committed"
     )
     made.add_argument("--cells", type=int, help="run at most this number of missing cells")
+    for name, values in axes.items():
+        values = list(values)
+        plural = name if name == "data" or name.endswith("s") else f"{name}s"
+        choices = None if not isinstance(values[0], str) or len(values) == 1 else values
+        given: dict[str, Any] = {"nargs": "+", "type": type(values[0]), "choices": choices}
+        option = f"--{plural.replace('_', '-')}"
+        made.add_argument(option, dest=name, default=values, **given)
+    made.set_defaults(axes=tuple(axes))
     return made
+
+
+def cells_of(arguments: argparse.Namespace, **fixed: Any) -> list[Cell]:
+    """Cells with every combination of the axes; the last one varies fastest."""
+    chosen = {name: getattr(arguments, name) for name in arguments.axes}
+    chosen |= {name: [value] for name, value in fixed.items()}
+    return [dict(zip(chosen, of, strict=True)) for of in itertools.product(*chosen.values())]
 
 
 def complete(
@@ -102,15 +124,17 @@ def complete(
     cells: Iterable[Cell],
     run: Callable[[Cell], Record],
     shown: str,
+    *names: str,
     **settings: Any,
-) -> list[Record]:
-    """Run the cells that a file lacks, and return its records and the new ones.
+):
+    """Run the cells that a file lacks, and print tables of its records and the new ones.
 
     Args:
         arguments: of `parser`. Without `--output` nothing is written.
         cells: requested cells.
         run: result of a cell.
         shown: field of the result that is printed after each cell.
+        names: of tables.
         settings: more fields of each record; a cell with other settings is run again.
     """
     found = read(arguments.output)
@@ -131,45 +155,16 @@ def complete(
         # Each compiled program keeps memory maps, of which a process has 65,530.
         jax.clear_caches()
         print(*cell.values(), shown, record[shown], flush=True)
-    return found
-
-
-def product(**axes: Iterable[Any]) -> list[Cell]:
-    """Cells with every combination of the values; the last axis varies fastest."""
-    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-
-
-def show(*tables: Table):
-    """Print tables in Markdown."""
-    print(*map(markdown, tables), sep="\n\n")
+    print(*(tables.shown(name, found) for name in names), sep="\n\n")
 
 
 def main(
     description: str | None,
     run: Callable[[Cell], Record],
     shown: str,
-    *tables: Callable[[list[Record]], Table],
+    *names: str,
     **axes: Iterable[Any],
 ):
-    """Be the whole command line of a script whose cells are a product.
-
-    Args:
-        description: the docstring of the script.
-        run: see `complete`.
-        shown: see `complete`.
-        tables: made from the records and printed at the end.
-        axes: values of each field of a cell; its plural is an option, such as `--seeds 0 1`.
-    """
-    made = parser(description)
-    for name, values in axes.items():
-        values = list(values)
-        kind = type(values[0])
-        plural = name if name == "data" or name.endswith("s") else f"{name}s"
-        choices = None if kind is int or len(values) == 1 else values
-        given: dict[str, Any] = {"nargs": "+", "type": kind, "choices": choices}
-        option = f"--{plural.replace('_', '-')}"
-        made.add_argument(option, dest=name, default=values, **given)
-    arguments = made.parse_args()
-    cells = product(**{name: getattr(arguments, name) for name in axes})
-    found = complete(arguments, cells, run, shown)
-    show(*(table(found) for table in tables))
+    """Be the whole command line of a script; see `parser` and `complete`."""
+    arguments = parser(description, **axes).parse_args()
+    complete(arguments, cells_of(arguments), run, shown, *names)

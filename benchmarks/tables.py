@@ -4,211 +4,713 @@
     python benchmarks/tables.py --check    list what is stale, and exit with 1
 
 Pages are `README.md`, `notes/*.md`, and `faults.md` and `which-method.md` in `../docs`; records are
-`results/*.jsonl`, those of the paper `results/paper.jsonl`.
-
-Markers of a table, on separate lines, and of a figure, within a line:
+`results/*.jsonl`, those of the paper `results/paper.jsonl`. Markers of a table stand on separate
+lines, those of a figure within a line:
 
     <!-- table NAME --> <!-- end -->
     ... better by <!-- figure NAME -->0.05 ± 0.01<!-- end --> nats ...
+
+A table without markers is frozen: "Frozen:" and the commit that has its records follow the line on
+its records.
 """
 
 import argparse
+import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 # So that it runs where nothing is installed.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.tabulated import (  # noqa: E402
-    agreement,
-    analytic,
-    costs,
-    draws,
-    ensembles,
-    gaussians,
-    llc,
-    networks,
-    public_loops,
-    selection,
-    starts,
-    uci,
-    which_method,
+from benchmarks import pivot  # noqa: E402
+from benchmarks.pivot import (  # noqa: E402
+    Cell,
+    Pick,
+    Record,
+    Table,
+    View,
+    each,
+    every,
+    found,
+    gain,
+    join,
+    mean,
+    mean_error,
+    minus,
+    number,
+    plain,
+    short,
+    stat,
+    under,
+    value_error,
+    versus,
 )
-from benchmarks.tabulated.table import Record, Table, block, read  # noqa: E402
+
+import verdict  # noqa: E402
 
 FOLDER = Path(__file__).parent
+ENSEMBLE, OURS, SGHMC = "deep ensemble", "psmile", "scale_adapted_sghmc"
+# Of all parts of a campaign.
+LAST = Pick(last="of")
+COUNTS = ("cases", "silent", "raw", "lost")
+COMMAND = lambda record: f"`{record['command']}`"  # noqa: E731
+
+
+def d_n(record: Record) -> float:
+    """Weights per example."""
+    return record["num_parameters"] / record["num_data"]
+
+
+# UCI regression by the protocol *joint*, with no option: fields that most cells lack.
+JOINT: Record = dict.fromkeys(("seed", "batches_per_pass", "replacement", "gap"))
+JOINT |= {"protocol": "joint", "num_chains": 10, "num_gradients": 60_000}
+DATA = ("energy", "airfoil", "bikesharing", "concrete", "yacht", "kin8nm", "power")
+RIVALS = (SGHMC, "sgld", "cyclical_sgld", "checkpoints", "psmile_naive", "mile")
+BEST = Pick(best="step_size")
+SIGMA = [mean(f"sigma.{place}", error=False, pick=BEST) for place in (0, -1)]
+
+
+def at_best(method: str, **where: Any) -> Pick:
+    """Records of a method at the best of its step sizes that ran on most splits."""
+    return BEST._replace(where={"method": method, **where})
+
+
+def scored(title: str, method: str) -> tuple[str, Cell]:
+    """A column of LPPD, with the step size that was chosen."""
+    pick = at_best(method)
+    step = stat("step_size", lambda sizes: f" ({short(sizes[0])})", "", pick)
+    return title, join(mean("lppd", pick=pick), step)
+
+
+def ahead(view: View, method: str) -> str:
+    """`psmile` minus a method, paired by split."""
+    gaps = view.gaps("lppd", at_best(method), at_best(OURS), "split")
+    return mean_error(gaps, sign="+") + " (1 split)" * (len(gaps) == 1)
+
+
+def wins(view: View, against: str, sign: int = 1) -> str:
+    """On how many data sets `psmile` is above a method, or below it."""
+    pairs = [(at_best(against, data=data), at_best(OURS, data=data)) for data in DATA]
+    gaps = [view.gaps("lppd", theirs, ours, "split") for theirs, ours in pairs]
+    known = [fmean(of) for of in gaps if of]
+    return f"{sum(sign * gap > 0 for gap in known)} of {len(known)}"
+
+
+def lost(view: View, pick: Pick = BEST) -> str:
+    """Single chains that score below a constant prediction."""
+    return f"{sum(view.values('num_lost', pick))} of {10 * len(view.records(pick))}"
+
+
+# Networks on images and text, and the ladder of sizes.
+NAMES = {"lenet": "LeNet", "resnet7": "ResNet-7", "resnet18": "ResNet-18", "vit": "ViT"}
+NAMES["nanogpt"] = "GPT"
+SCORES = {"LPPD": "lppd", "accuracy": "accuracy", "ECE": "ece", "AUROC, foreign": "ood_auroc"}
+VARIANTS = {"": "", "allowed": ", around the start", "angle temperature": ", cold"}
+START = Pick({"method": ENSEMBLE, "options": {}})
+NETWORKS = found("task", "form", "method", "options", task=NAMES)
+ON_LADDER = ("N(0, 1)", "fan in", "around the start", "cold", "training on")
+ANGLES = (0.003, 0.01, 0.03, 0.1, 0.3)
+SEEN = {"LPPD": 4, "accuracy": 4, "single": 3, "loss": 3, "norm": 0, "distance": 1, "R-hat": 2}
+
+
+def varied(options: Mapping[str, Any]) -> str:
+    """Names of the options of a cell."""
+    return " ".join(sorted(options))
+
+
+def variant(view: View) -> str:
+    """A method and, for `psmile`, what it samples."""
+    return view.first("method") + VARIANTS[varied(view.first("options"))]
+
+
+# Of the small form: the samplers and baselines at their usual settings.
+SMALL = {"form": "small", "method": lambda x: x != ENSEMBLE}
+SMALL["options"] = lambda x: varied(x) in VARIANTS
+
+
+def listed(view: View) -> str:
+    """Options of a cell."""
+    options = sorted(view.first("options").items())
+    return ", ".join(f"{name} {short(x) if isinstance(x, float) else x}" for name, x in options)
+
+
+def named(view: View) -> str:
+    """Name of a network, with what differs from its form."""
+    return ", ".join([NAMES[view.first("task")], *view.first("form").split()[1:]])
+
+
+def seconds(view: View) -> str:
+    """Of one chain."""
+    known = view.values("chains.*.seconds.1")
+    return number(fmean(known), ".0f") if known else "resumed"
+
+
+def at_end(view: View, name: str, digits: int) -> str:
+    """What was seen at the longest budget of a run of the ladder."""
+    record = view.records()[0]
+    seen = record[max(filter(str.isdigit, record), key=int)]
+    value = {key.lower(): x for key, x in seen.items()}[name.lower().replace("-", "_")]
+    return "n/a" if math.isnan(value) else number(value, f".{digits}f")
+
+
+def above(angle: float) -> tuple[str, Cell]:
+    """A column of LPPD above the ensemble of the starts, at both budgets."""
+
+    def at(budget: str) -> Cell:
+        gap = lambda r: r[budget]["lppd"] - r["ensemble"]["lppd"] if budget in r else None  # noqa: E731
+        return mean(gap, 3, "+", pick=Pick({"angle": angle}))
+
+    return f"angle {angle}", join(at("3000"), at("12000"), sep=" / ")
+
+
+# Draws against NUTS, and known posteriors.
+# Fewer independent draws than these do not show whether a bound is met.
+ENOUGH_DRAWS = 100
+BOUNDS = {"mean": 0.1, "sd": 0.1, "w1": 0.12}
+NOISES = ("isotropic", "diagonal", "correlated", "varied")
+TARGETS = ("gaussian", "rosenbrock", "funnel")
+PLACES = each(target=TARGETS, noise=NOISES)
+LEAPFROG, LENGTH = "psmile_naive leapfrog", "psmile_naive leapfrog L=10"
+SEARCHED = ("smile_naive", "sgld", "sghmc", "psmile_naive", LEAPFROG, LENGTH)
+LONG, SHORT = {"gradients": 1_000_000}, {"gradients": 200_000}
+
+
+def within(record: Record) -> str:
+    """Whether the largest net errors are small; few draws cannot show it."""
+    if record["smallest_ess"] < ENOUGH_DRAWS:
+        return "too few draws"
+    is_met = all(record[f"{name} max"]["net"] <= BOUNDS[name] for name in ("mean", "sd"))
+    return "yes" if is_met else "no"
+
+
+def met(view: View) -> str:
+    """How many posteriors are within the bounds."""
+    verdicts = view.values(within, Pick({"part": "posteriors"}))
+    return f"{verdicts.count('yes')} of {len(verdicts)}"
+
+
+def agreement(view: View, data: str, share: int) -> str:
+    """Median errors of mean, deviation and W1 over the test inputs, and the ESS."""
+    starts = view.values("starts.*", Pick({"data": data, "share": share}))
+    if not starts:
+        return ""
+    net = [fmean(start[f"{name} median"]["net"] for start in starts) for name in BOUNDS]
+    ess = fmean(start["ess"] for start in starts)
+    is_met = all(x <= bound for x, bound in zip(net, BOUNDS.values(), strict=True))
+    shown = f"{', '.join(number(x, '.2f') for x in net)} ({ess:,.0f})"
+    return f"**{shown}**" if is_met and ess >= ENOUGH_DRAWS else shown
+
+
+def shift(record: Record) -> float:
+    """Largest mean rank in standard errors, which sees a shift that chi^2 over 20 bins does not."""
+    scale = math.sqrt(12 * sum(record["counts"][0]))
+    return max(((rank - 0.5) * scale for rank in record["mean_rank"]), key=abs)
+
+
+def furthest(ratios: list[float]) -> float:
+    """From one."""
+    return max(ratios, key=lambda ratio: abs(ratio - 1))
+
+
+def yes(flags: list[bool]) -> str:
+    """A word."""
+    return "yes" if all(flags) else "no"
+
+
+def bias(sampler: str, kind: str = "gaussian", part: str = "mixing", step=False, **of: Any) -> Cell:
+    """Bias ± error, of chains that mix or, without `part`, of all."""
+
+    def cell(view: View) -> str:
+        records = view.records(Pick({"sampler": sampler, "kind": kind, **of}))
+        if not records or (record := records[0][part] if part else records[0]) is None:
+            return "none" * len(records)
+        size = f" ({short(record['step_size'])})" if step and record["step_size"] else ""
+        return value_error(record["bias"], record["error"]) + size
+
+    return cell
+
+
+def skewed(sigma: str) -> tuple[str, Cell, Cell]:
+    """A column of log-normal noise: bias and step size."""
+    pick = Pick({"kind": f"lognormal:{sigma}"})
+    return sigma, bias(LEAPFROG, **pick.where, part=""), stat("step_size", max, ".2g", pick)
+
+
+def variances(method: str) -> list[Cell]:
+    """Error of the variances of Gaussians, and the worst one."""
+    pick = Pick({"method": method})
+    return [stat("b2", max, ".4f", pick), stat("worst", max, ".2f", pick)]
+
+
+def in_paper(sampler: str = "psmile_naive", kind: str = "gaussian", **of: Any) -> Cell:
+    """The paper's bias."""
+    pick = Pick({"quantity": "b2", "sampler": sampler, "kind": kind, **of}, "paper")
+    return lambda view: "".join(value_error(r["value"], r["error"]) for r in view.records(pick))
+
+
+def beside(name: str, ours: Cell, paper: Cell) -> list[tuple]:
+    """Two columns."""
+    return [(name, ours), ("paper", paper)]
+
+
+def tally(view: View, of_paper: bool) -> str:
+    """How often `psmile` is competitive with its searched forms, or behind the paper.
+
+    That is by at most two standard errors, or by more.
+    """
+    count, places = 0, [place | {"kind": "gaussian"} for place, _ in PLACES([])]
+    for place in places:
+        picks = (Pick(place | LONG | {"sampler": x}) for x in (OURS, LEAPFROG, LENGTH))
+        ours, *forms = (view.records(pick)[0]["mixing"] for pick in picks)
+        best = min(filter(None, forms), key=lambda r: r["bias"])
+        if of_paper:
+            wanted = place | {"quantity": "b2", "sampler": "psmile_naive"}
+            best = view.records(Pick(wanted, "paper"))[0]
+        gap = ours["bias"] - best["value" if of_paper else "bias"]
+        count += of_paper == (gap > 2 * math.hypot(ours["error"], best["error"]))
+    return f"{count} of {len(places)}"
+
+
+def noise_bound(view: View) -> str:
+    """Allowed b^2 of `psmile`: at least twice that of `smile`."""
+    least = 0.003 if "isotropic" in view.first("case") else 0.01
+    smile, psmile = (view.first("b2", Pick({"method": name})) for name in ("smile", OURS))
+    if smile is None or psmile is None:
+        return ""
+    bound = max(least, 2 * smile)
+    return number(bound, ".4f") + " (missed)" * (psmile > bound)
+
+
+def noise_met(view: View) -> str:
+    """How many cases are within their bounds."""
+    cases = dict.fromkeys(view.values("case"))
+    bounds = [noise_bound(View(view.files, {}, {"case": case})) for case in cases]
+    return f"{sum('missed' not in bound for bound in bounds)} of {len(bounds)}"
+
+
+# Costs, and other people's loops.
+USUAL = {"part": "update", "leaves": 20, "chains": 1, "grads": "float32"}
+STEPS = ("adamw", "sgd", "blackjax sgld", "sgld", "smile_naive", "smile", "psmile_naive", OURS)
+FLOATS = {"grads": (None, "float32")}
+RUNS = ("runs, sane", "runs, flagged")
+VERDICTS = (*RUNS, "refused, with advice", "failed", "wrong without a word")
+
+
+def step_name(view: View) -> str:
+    """What a cell of costs measures."""
+    cell = view.records()[0]["cell"]
+    chains = f", {cell['chains']} chains" if cell["chains"] > 1 else ""
+    if cell["part"] == "network":
+        loop = ", Python loop" if "per_program" in cell else ""
+        return f"whole step, {cell['network']}{chains}{loop}"
+    count = cell["leaves"]
+    leaves = "" if count == 20 else f", {count} {'leaf' if count == 1 else 'leaves'}"
+    kind = "" if cell["grads"] == "float32" else f", {cell['grads']}"
+    return f"update, 10^{len(str(cell['parameters'])) - 1} parameters{leaves}{kind}{chains}"
+
+
+def ratios(title: str, field: str, *names: str, where: Record = {}) -> Table:  # noqa: B006
+    """Costs in units of AdamW's."""
+    columns = [(x, f"{{methods.{x}.{field}:.2f}}") for x in names or STEPS]
+    return Table("step_cost", every(), where).shows((title, step_name), *columns)
+
+
+def step_of(spec: str, method: str, **where: Any) -> Cell:
+    """The same of one method."""
+    path = f"methods.{method}.ratio"
+    return lambda view: number(view.first(path, Pick({"chains": 1, **where})), spec)
+
+
+def changed(view: View) -> str:
+    """A line as it was, and as it is now."""
+    return " → ".join(f"`{part}`" for part in view.first("line").split(" -> "))
+
+
+def verdicts(view: View, *named: str) -> tuple[int, int]:
+    """Loops that have one of these verdicts, and all."""
+    known = view.values("verdict", Pick({"kind": "loop", "verdict": VERDICTS}))
+    return sum(x in named for x in known), len(known)
+
+
+def share(view: View) -> str:
+    """Of the loops with the verdict of the row."""
+    count, number_of = verdicts(view, view.scope["verdict"])
+    return f"{count / max(number_of, 1):.0%}"
+
+
+# Which method, and which candidate.
+SHOWN = (ENSEMBLE, "checkpoints", OURS, "psmile, cold")
+PROBLEMS = {
+    "digits": "digits, d / N = 4.5, 4,000 gradients",
+    "energy": "energy, d / N = 1.3, 10,000 gradients",
+    "airfoil": "airfoil, d / N = 0.63, 10,000 gradients",
+    "LeNet": "LeNet, d / N = 1.1, 12,000 gradients",
+}
+# What of LeNet is in each column.
+ON_LENET = {ENSEMBLE: {}, "checkpoints": {"learning_rate": 0.002}, OURS: {}}
+ON_LENET["psmile, cold"] = {"temperature": "auto", "angle": 0.3}
+CANDIDATES = (OURS, "psmile, cold", "psmile, long steps", "psmile, around the start", "optimizer")
+SIZED = ("energy", "digits", "2,000 images", "54,000 images", "LeNet")
+
+
+def compared(view: View) -> list[Any]:
+    """Results of `compare.py` on a problem: methods by seed."""
+    return [r["methods"] for r in sorted(view.records(), key=lambda r: r["cell"]["seed"])]
+
+
+def all_methods(view: View) -> list[tuple]:
+    """Columns of the table of `compare.py`, which depend on the problem."""
+    if not (rows := compared(view)):
+        return []
+    header, lines = verdict.cells(rows)
+    return [*zip(header, *lines, strict=True)]
+
+
+def advice(view: View) -> str:
+    """The three sentences of `compare.py`."""
+    rows = compared(view)
+    return " ".join(verdict.sentences(rows)) if rows else pivot.NO_RECORD
+
+
+def best_of_others(view: View) -> str:
+    """The best method that has no column."""
+    rows, others = compared(view), {}
+    for name in (rows or [{}])[0]:
+        if name not in (*SHOWN, verdict.CHOOSER) and (lppd := verdict.column(rows, name, "lppd")):
+            others[name] = lppd
+    best = max(others, key=lambda name: fmean(others[name]), default=None)
+    return f"{best}: {mean_error(others[best])}" if best else ""
+
+
+def of_method(view: View, name: str) -> str:
+    """LPPD on a problem of `compare.py`, or of LeNet in the benchmark of networks."""
+    if view.scope["problem"] != "LeNet":
+        return mean_error(view.values(f"methods.{name}.lppd"))
+    where = {"problem": None, "task": "lenet", "form": "small", "options": ON_LENET[name]}
+    where["method"] = name.partition(",")[0]
+    return mean_error(view.values("lppd", Pick(where, "networks")))
+
+
+def candidate(view: View, name: str) -> str:
+    """Its test LPPD, bold if `select` chose it."""
+    shown = number(view.first("lppd", Pick({"method": name})))
+    return f"**{shown}**" if name == view.records()[0]["chosen"] else shown or "–"
+
+
+def regret(view: View) -> str:
+    """The best candidate minus the chosen one."""
+    alone = {name: view.first("lppd", Pick({"method": name})) for name in CANDIDATES}
+    mine = alone.get(view.records()[0]["chosen"])
+    return "" if mine is None else number(max(filter(None, alone.values())) - mine)
+
+
+QUICK = {x: x for x in ("LPPD", "accuracy", "F1", "Brier", "ECE", "AURC")}
+QUICK |= {"entropy": "entropy, digits", "shuffled": "entropy, shuffled pixels"}
+
+
+def quick(score: str, title: str = "") -> tuple:
+    """A score of the quickstart: the ensemble's, ours, and the difference."""
+    return versus(title, f"scores.{ENSEMBLE}.{score}", f"scores.{OURS}.{score}")
+
+
+def tempered(score: str, when: str) -> tuple:
+    """The same before or after one temperature."""
+    theirs, ours = (f"methods.{x}.{when}.{score}" for x in (ENSEMBLE, OURS))
+    return versus(f"{score}, {when}", theirs, ours, error=True)
+
+
+def fitted(method: str) -> Cell:
+    """The temperature."""
+    return mean(lambda record: fmean(record["methods"][method]["temperature"]))
+
+
+def drawn(count: int) -> tuple:
+    """LPPD of this many draws: chosen, evenly spaced, and what choosing gains."""
+    chosen, evenly = f"chosen.{count}", f"evenly.{count}"
+    gained = (mean(minus(chosen, x), 3, "+") for x in (evenly, "all"))
+    return f"k = {count}", mean(chosen), mean(evenly), *gained
+
+
+DIFFERENCE = "difference, paired"
+TABLES: dict[str, Table] = {
+    "quickstart": Table("quickstart_seeds", each()).shows(
+        ("test, mean over seeds", ENSEMBLE, OURS, DIFFERENCE),
+        *(quick(name, title) for name, title in QUICK.items()),
+    ),
+    "uci": Table("uci", each(data=DATA), JOINT).shows(
+        *plain("data"),
+        scored(ENSEMBLE, ENSEMBLE),
+        scored("scale-adapted SGHMC", SGHMC),
+        scored("psmile_naive, fixed step", "psmile_naive"),
+        scored("**psmile**, its own step", OURS),
+        ("psmile - SGHMC", lambda view: ahead(view, SGHMC)),
+        scored("MILE, full batch", "mile"),
+    ),
+    "uci-differences": Table("uci", each(data=DATA), JOINT).shows(
+        ("psmile minus", "{data}"), *((x, lambda view, x=x: ahead(view, x)) for x in RIVALS)
+    ),
+    "uci-mixing": Table(
+        "uci", each(data=DATA, method=(OURS, "psmile_naive", SGHMC, "mile")), JOINT
+    ).shows(
+        *plain("data", "method"),
+        ("within chains", mean("rhat_within", 2, error=False, pick=BEST)),
+        ("across chains", mean("rhat_across", 2, error=False, pick=BEST)),
+        ("chains lost", lost),
+        ("sigma, first to last draw", join(*SIGMA, sep=" ... ")),
+    ),
+    "scale": Table("networks", NETWORKS, SMALL).shows(
+        *under("network, method", named, variant),
+        *under(f"{ENSEMBLE}, LPPD", mean("lppd", 4, pick=START), mean("lppd", 4)),
+        *((f"{name}, gain", gain(x, START, digits=4)) for name, x in SCORES.items()),
+        ("seeds", stat("lppd", len, "d")),
+    ),
+    "scale-cells": Table("networks", NETWORKS, {"form": lambda x: x.split()[0] == "small"}).shows(
+        *under("network, method, options", named, "{method}", listed),
+        *((name, mean(x, 4)) for name, x in SCORES.items()),
+        ("one chain", mean("single.lppd", 4, error=False)),
+        *under("seconds, MiB", seconds, stat("chains.*.peak_mib", max, ".0f")),
+    ),
+    "ladder": Table(
+        "ladder", found("size", "prior", size=("1e4", "1e5", "1e6", "1e7"), prior=ON_LADDER)
+    ).shows(
+        ("weights", stat("num_parameters", lambda x: pivot.thousands(x[0]), "")),
+        ("d / N", stat(d_n, max, ".2f")),
+        *plain("prior"),
+        *map(above, ANGLES),
+    ),
+    "ladder-cells": Table("ladder", every("size", "prior")).shows(
+        *under("weights, prior, angle", "{size}", "{prior}", "{angle}"),
+        ("gradients", "{num_gradients:,}"),
+        ("precision", stat(lambda r: r["precision"] or None, max, ".2g")),
+        *((x, lambda view, x=x, n=n: at_end(view, x, n)) for x, n in SEEN.items()),
+    ),
+    "posteriors": Table("agreement", every(), {"part": "posteriors"}).shows(
+        *under("posterior, sampler", "{data}", "{method}"),
+        *under("mean, net", "{mean max.raw:.3f}", "{mean max.net:.3f}"),
+        *under("sd, net", "{sd max.raw:.3f}", "{sd max.net:.3f}"),
+        ("smallest ESS", "{smallest_ess:,.0f}"),
+        ("within 0.1", stat(within, max, "")),
+    ),
+    "nuts-networks": Table("agreement", found("method"), {"part": "networks"}).shows(
+        ("mean, sd, W1 (ESS)", "{method}"),
+        *(
+            (f"{x}, N/{n}".removesuffix("/1"), lambda view, x=x, n=n: agreement(view, x, n))
+            for x in ("energy", "moons")
+            for n in (1, 2, 8, 32)
+        ),
+    ),
+    "nuts-references": Table(
+        "agreement", found("data", "part"), {"part": ("posteriors", "networks")}
+    ).shows(
+        ("reference", "{data} ({part})"),
+        ("largest R-hat", stat("reference.rhat.*", max, ".3f", Pick(last="data"))),
+        ("smallest ESS", stat("reference.ess.*", min, ",.0f", Pick(last="data"))),
+    ),
+    "calibration": Table("agreement", every(), {"part": "calibration"}).shows(
+        *under("model, sampler, data sets", "{data}", "{method}", stat("counts.0.*", sum, "")),
+        *under("smallest p, of", stat("p.*", min, ".2g"), stat("p.*", len, "")),
+        ("largest shift, s.e.", stat(shift, max, ".1f")),
+        ("variance / uniform", stat("variance_ratio.*", furthest, ".2f")),
+        *under("lost, uniform", "{num_lost}", stat("is_uniform", yes, "")),
+    ),
+    "bias": Table("analytic paper", each(noise=NOISES), LONG).shows(
+        ("noise: psmile / paper's pSMILE-naive, best step", "{noise}"),
+        *(y for x in TARGETS for y in beside(x, bias(OURS, target=x), in_paper(target=x))),
+    ),
+    "bias-forms": Table("analytic paper", PLACES, LONG).shows(
+        ("target, noise", "{target}, {noise}"),
+        ("**psmile**, nothing chosen", bias(OURS, step=True)),
+        ("psmile_naive, best step", bias(LEAPFROG, step=True)),
+        ("the same, L = 10", bias(LENGTH, step=True)),
+        ("paper: pSMILE-naive, best step", in_paper()),
+    ),
+    "bias-smallest": Table("analytic paper", PLACES, LONG).shows(
+        ("target, noise", "{target}, {noise}", "paper"),
+        *((name, bias(name, part=""), in_paper(name)) for name in SEARCHED),
+    ),
+    "bias-heavy-tails": Table("analytic paper", PLACES, SHORT).shows(
+        ("target, noise", "{target}, {noise}"),
+        *(
+            column
+            for x in ("gaussian", "laplace", "student")
+            for column in beside(x.capitalize(), bias(LEAPFROG, x), in_paper(kind=x))
+        ),
+    ),
+    "bias-skewed": Table("analytic", each()).shows(
+        ("sigma", "b^2", "best step size"),
+        *map(skewed, ("0.01", "0.03", "0.1", "0.3", "1.0")),
+    ),
+    "small-noise": Table("small_noise", found("case")).shows(
+        ("noise of the gradients", lambda view: view.first("case").replace("|theta|", "abs theta")),
+        *under("smile: b^2, worst variance", *variances("smile")),
+        *under("psmile: b^2, worst variance", *variances(OURS)),
+        ("Monte Carlo b^2", stat("monte_carlo_b2", max, ".4f", Pick({"method": OURS}))),
+        ("bound", noise_bound),
+    ),
+    "step-cost": ratios(
+        *("time / AdamW", "ratio", "sgd", "sgld", "smile_naive", "smile", "psmile_naive", OURS),
+        where={"chains": 1, "parameters": (None, 1_000, 10**7), "leaves": (None, 20)} | FLOATS,
+    ),
+    "step-cost-all": ratios("time / AdamW", "ratio"),
+    "compilation": ratios("compilation / AdamW", "compile_ratio"),
+    "faults": Table("faults", found("campaign")).shows(
+        *plain("campaign"),
+        *((x, lambda view, x=x: f"{sum(view.values(x, LAST)):,}") for x in COUNTS),
+        ("date", lambda view: ", ".join(sorted({*view.values("date", LAST)}))),
+        ("command", lambda view: ", ".join(dict.fromkeys(view.values(COMMAND, LAST)))),
+    ),
+    "public-loops": Table("public_loops", each(kind=("loop",), verdict=VERDICTS)).shows(
+        *plain("verdict"),
+        ("loops", lambda view: f"{verdicts(view, view.scope['verdict'])[0]}"),
+        ("share", share),
+    ),
+    "public-loops-all": Table("public_loops", every(), {"kind": "loop"}).shows(
+        *under("loop, version, changed line", "{repository}, {path}", "{version}", changed),
+        *under("verdict, what was seen", "{verdict}", "{note}"),
+    ),
+    "public-loops-fits": Table("public_loops", every(), {"kind": "recorded"}).shows(
+        *under("loop, version, changed line", "{repository}, {path}", "{version}", changed),
+        ("worst mean", stat("mean_off.*.*", lambda of: max(map(abs, of)), ".2f")),
+        ("sd", stat("sd_ratio.*.*", lambda of: f"{min(of):.2f} to {max(of):.2f}", "")),
+        *under("verdict, what was seen", "{verdict}", "{note}"),
+    ),
+    "temperature": Table("calibration", each(), {"data": "digits"}).shows(
+        ("quickstart, mean over seeds", ENSEMBLE, OURS, DIFFERENCE),
+        ("temperature", *map(fitted, (ENSEMBLE, OURS)), ""),
+        *(tempered(score, when) for score in ("ECE", "LPPD") for when in ("before", "after")),
+    ),
+    "few-draws": Table("few_draws", each(problem=SIZED)).shows(
+        ("test LPPD", *["{problem}"] * 4),
+        ("draws", "`choose`", "evenly spaced", DIFFERENCE, "`choose` - all, paired"),
+        *map(drawn, (1, 2, 4, 8, 16)),
+        ("all", *[join(mean("all"), " ({num_draws:,})")] * 2, "", ""),
+    ),
+    "few-draws-optimism": Table("few_draws", each(problem=SIZED)).shows(
+        *under("data, validation examples", "{problem}", "{num_validation:,}"),
+        ("draws", "{num_draws:,}"),
+        ("on validation data", mean(minus("validation.15", "validation_all"), 3, "+")),
+        ("on test data", mean(minus("chosen.16", "all"), 3, "+")),
+    ),
+    "selection": Table("selection", found("problem", "seed"), {"method": "select"}).shows(
+        ("problem, seed", "{problem}, {seed}"),
+        ("d / N", stat(d_n, max, ".2g")),
+        (ENSEMBLE, stat("lppd", max, ".3f", Pick({"method": ENSEMBLE}))),
+        *((x, lambda view, x=x: candidate(view, x)) for x in CANDIDATES),
+        *under("best - chosen, cost", regret, "{cost:.2f}"),
+    ),
+    "which-method-short": Table(
+        "which_method networks", each(problem=PROBLEMS), {"smoke": None}
+    ).shows(
+        ("problem", lambda view: PROBLEMS[view.scope["problem"]]),
+        *((x, lambda view, x=x: of_method(view, x)) for x in SHOWN),
+        ("best of the others", best_of_others),
+    ),
+}
+FIGURES: dict[str, tuple] = {
+    "quickstart LPPD": ("quickstart_seeds", quick("LPPD")[-1]),
+    "quickstart ECE": ("quickstart_seeds", quick("ECE")[-1]),
+    "LPPD after temperature": ("calibration", tempered("LPPD", "after")[-1], {"data": "digits"}),
+    "ECE after temperature": ("calibration", tempered("ECE", "after")[-1], {"data": "digits"}),
+    "uci wins, scale_adapted_sghmc": ("uci", lambda view: wins(view, SGHMC), JOINT),
+    "uci losses, psmile_naive": ("uci", lambda view: wins(view, "psmile_naive", -1), JOINT),
+    "yacht lost": ("uci", lambda view: lost(view, at_best(OURS, data="yacht")), JOINT),
+    "posteriors met": ("agreement", met),
+    "bias competitive": ("analytic paper", lambda view: tally(view, of_paper=False)),
+    "bias behind paper": ("analytic paper", lambda view: tally(view, of_paper=True)),
+    "small noise met": ("small_noise", noise_met),
+    "public loops run": ("public_loops", lambda view: "{} of {}".format(*verdicts(view, *RUNS))),
+    "public repositories": ("public_loops", stat("repository", lambda of: len({*of}), "")),
+    "step lenet, psmile": ("step_cost", step_of(".2f", OURS, network="lenet")),
+    "step gpt, psmile": ("step_cost", step_of(".2f", OURS, network="gpt")),
+    "update psmile": ("step_cost", step_of(".1f", OURS, parameters=10**7, **USUAL)),
+    "update smile": ("step_cost", step_of(".1f", "smile", parameters=10**7, **USUAL)),
+}
+for problem in ("digits", "energy", "airfoil"):
+    where = {"problem": problem, "smoke": None}
+    TABLES[f"which-method {problem}"] = Table("which_method", each(), where, all_methods)
+    FIGURES[f"which-method {problem}"] = ("which_method", advice, where)
+
+
+# Pages.
+
+MARKED = re.compile(r"<!-- (table|figure) ([^>]*?) -->(.*?)<!-- end -->", re.DOTALL)
+OPENED = re.compile(r"<!-- (?:table|figure) ([^>]*?) -->")
+CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+# Lines of a table, and not below them a line on records and the commit that has them.
+BARE = re.compile(
+    r"(?:^ *\|.*\n)+(?! *\||\n\*(?:\d+ records? · |paper: ).*\* Frozen: .*\bcommit [0-9a-f]{7}\b)",
+    re.MULTILINE,
+)
 
 
 @cache
 def records_of(name: str) -> list[Record]:
     """Records of a file; none if it is not there."""
-    return read(FOLDER / "results" / f"{name}.jsonl")
+    return pivot.read(FOLDER / "results" / f"{name}.jsonl")
 
 
-def made_of(build: Callable[..., Any], *files: str, **options: Any) -> Callable[[], Any]:
-    """How to make a table or figure: a function, the files of its records, and options."""
-    return lambda: build(*map(records_of, files), **options)
+def shown(name: str, records: list[Record] | None = None) -> str:
+    """A table made from the files, or from some records in place of its first file."""
+    files = {x: records_of(x) for x in TABLES[name].files.split()}
+    if records is not None:
+        files[next(iter(files))] = records
+    return pivot.block(TABLES[name], files)
 
 
-TABLES: dict[str, Callable[[], Table]] = {
-    "quickstart": made_of(ensembles.quickstart, "quickstart_seeds"),
-    "uci": made_of(uci.joint, "uci"),
-    "uci-differences": made_of(uci.differences, "uci"),
-    "uci-mixing": made_of(uci.mixing, "uci"),
-    "uci-step-rules": made_of(uci.step_rules, "uci"),
-    "uci-batches": made_of(uci.batches, "uci"),
-    "order": made_of(gaussians.order, "order"),
-    "ways": made_of(gaussians.ways, "ways"),
-    "uci-few-chains": made_of(uci.few_chains, "uci"),
-    "uci-published": made_of(uci.in_published_units, "uci"),
-    "uci-gaps": made_of(uci.gaps, "uci"),
-    "uci-batch-wise": made_of(uci.beside_paper, "uci", "paper", budget="batch-wise"),
-    "uci-epoch-wise": made_of(uci.beside_paper, "uci", "paper", budget="epoch-wise"),
-    "uci-distributional": made_of(uci.distributional, "uci"),
-    "scale": made_of(networks.gains, "networks"),
-    "scale-cells": made_of(networks.cells, "networks"),
-    "scale-pairs": made_of(networks.pairs, "network_pairs"),
-    "scale-tiny": made_of(networks.tiny, "networks"),
-    "scale-corruptions": made_of(networks.corruptions, "corruptions"),
-    "scale-paper": made_of(networks.paper, "networks", "paper"),
-    "selection": made_of(selection.choices, "selection"),
-    "ladder": made_of(networks.ladder, "ladder"),
-    "ladder-cells": made_of(networks.ladder_cells, "ladder"),
-    "angles": made_of(networks.angles, "uci", "uci_before", "lenet_small"),
-    "lora": made_of(ensembles.lora, "lora"),
-    "lora-all": made_of(ensembles.lora_cells, "lora"),
-    "posteriors": made_of(agreement.posteriors, "agreement"),
-    "nuts-networks": made_of(agreement.networks, "agreement"),
-    "nuts-references": made_of(agreement.references, "agreement"),
-    "calibration": made_of(agreement.calibration, "agreement"),
-    "bias": made_of(analytic.summary, "analytic", "paper"),
-    "bias-forms": made_of(analytic.forms, "analytic", "paper"),
-    "bias-smallest": made_of(analytic.smallest, "analytic", "paper"),
-    "bias-others": made_of(analytic.others, "analytic"),
-    "bias-heavy-tails": made_of(analytic.heavy_tails, "analytic", "paper"),
-    "bias-skewed": made_of(analytic.skewed, "analytic"),
-    "decoherence": made_of(analytic.decoherence, "analytic_figures"),
-    "small-noise": made_of(gaussians.small_noise, "small_noise"),
-    "starts": made_of(starts.summary, "starts"),
-    "starts-all": made_of(starts.cells, "starts"),
-    "step-cost": made_of(costs.steps_summary, "step_cost"),
-    "step-cost-all": made_of(costs.steps, "step_cost"),
-    "step-details": made_of(costs.details, "step_cost"),
-    "compilation": made_of(costs.compilation, "step_cost"),
-    "predictions": made_of(costs.predictions, "predict_cost"),
-    "loops": made_of(costs.loops, "loop_overhead"),
-    "faults": made_of(public_loops.campaigns, "faults"),
-    "before-sampler": made_of(gaussians.before_sampler, "before_sampler"),
-    "around-trained-weights": made_of(ensembles.around, "local"),
-    "known-coefficients": made_of(llc.known, "llc"),
-    "coefficients-sgld": made_of(llc.beside_sgld, "llc"),
-    "transformer-coefficient": made_of(llc.transformer, "llc_transformer"),
-    "temperature": made_of(ensembles.temperatures, "calibration"),
-    "conformal": made_of(ensembles.sets_and_intervals, "calibration"),
-    "estimators": made_of(ensembles.estimators, "estimators"),
-    "public-loops": made_of(public_loops.counts, "public_loops"),
-    "public-loops-all": made_of(public_loops.loops, "public_loops"),
-    "public-loops-fits": made_of(public_loops.fits, "public_loops"),
-    "distil": made_of(draws.distilled, "distil"),
-    "stopping": made_of(draws.stopping, "stopping"),
-    "few-draws": made_of(draws.few, "few_draws"),
-    "few-draws-optimism": made_of(draws.optimism, "few_draws"),
-    "which-method-short": made_of(which_method.short, "which_method", "networks"),
-    "which-method": made_of(which_method.decisions, "uci", "networks", "selection", "few_draws"),
-}
-FIGURES: dict[str, Callable[[], str]] = {
-    "uci wins, scale_adapted_sghmc": made_of(uci.wins, "uci", against="scale_adapted_sghmc"),
-    "uci losses, psmile_naive": made_of(uci.losses, "uci", against="psmile_naive"),
-    "yacht lost": made_of(uci.lost, "uci", data="yacht"),
-    "lora LPPD": made_of(ensembles.lora_difference, "lora", method="psmile", score="LPPD"),
-    "posteriors met": made_of(agreement.posteriors_met, "agreement"),
-    "bias competitive": made_of(analytic.competitive, "analytic"),
-    "bias behind paper": made_of(analytic.behind, "analytic", "paper"),
-    "small noise met": made_of(gaussians.small_noise_met, "small_noise"),
-    "coefficients met": made_of(llc.met, "llc", estimate="llc"),
-    "coefficients met, mean loss": made_of(llc.met, "llc", estimate="plain"),
-    "coefficients met, sgld": made_of(llc.sgld_met, "llc"),
-    "estimators won": made_of(ensembles.estimators_won, "estimators"),
-    "ways that are right": made_of(gaussians.ways_right, "ways"),
-    "public loops run": made_of(public_loops.run, "public_loops"),
-    "public repositories": made_of(public_loops.repositories, "public_loops"),
-}
-for score in ("LPPD", "ECE"):
-    FIGURES |= {
-        f"quickstart {score}": made_of(
-            ensembles.quickstart_difference, "quickstart_seeds", score=score
-        ),
-        f"{score} after temperature": made_of(
-            ensembles.tempered_difference, "calibration", when="after", score=score
-        ),
-    }
-for network in ("lenet", "gpt"):
-    name = f"step {network}, psmile"
-    FIGURES[name] = made_of(costs.whole_step, "step_cost", network=network, method="psmile")
-for method in ("smile", "psmile"):
-    FIGURES[f"update {method}"] = made_of(costs.update, "step_cost", method=method)
-for problem in ("digits", "energy", "airfoil"):
-    name = f"which-method {problem}"
-    TABLES[name] = made_of(which_method.scores(problem), "which_method")
-    FIGURES[name] = made_of(which_method.advice(problem), "which_method")
-MARKED = re.compile(r"<!-- (table|figure) ([^>]*?) -->(.*?)<!-- end -->", re.DOTALL)
-OPENED = re.compile(r"<!-- (?:table|figure) ([^>]*?) -->")
-CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-
-
-def made(kind: str, name: str) -> str:
-    """The content between the markers."""
-    return f"\n{block(TABLES[name]())} " if kind == "table" else FIGURES[name]()
-
-
-def is_known(kind: str, name: str) -> bool:
-    """Whether there is such a table or figure."""
-    return name in (TABLES if kind == "table" else FIGURES)
+def made(kind: str, name: str) -> str | None:
+    """The content between the markers; None if there is no such table or figure."""
+    if name not in (TABLES if kind == "table" else FIGURES):
+        return None
+    if kind == "table":
+        return f"\n{shown(name)} "
+    files, cell, *where = FIGURES[name]
+    view = View({x: records_of(x) for x in files.split()}, where[0] if where else {}, {})
+    return pivot.text(cell, view)
 
 
 def rewritten(text: str) -> str:
     """A page with the content of all known markers replaced."""
 
     def replace(found: re.Match[str]) -> str:
-        kind, name, _ = found.groups()
-        if not is_known(kind, name) or OPENED.search(found[3]):
+        kind, name, content = found.groups()
+        if OPENED.search(content) or (new := made(kind, name)) is None:
             return found[0]
-        return f"<!-- {kind} {name} -->{made(kind, name)}<!-- end -->"
+        return f"<!-- {kind} {name} -->{new}<!-- end -->"
 
     return MARKED.sub(replace, text)
 
 
 def complaints(text: str, page: str) -> Iterator[str]:
     """Sentences that say what is wrong with a page."""
-    for found in MARKED.finditer(text):
-        kind, name, content = found.groups()
+    for marked in MARKED.finditer(text):
+        kind, name, content = marked.groups()
         inner = OPENED.search(content)
         if inner:
             yield f"{page}: the marker of {kind} `{name}` is not closed before `{inner[1]}` begins."
-        elif not is_known(kind, name):
+        elif (new := made(kind, name)) is None:
             yield f"{page}: there is no {kind} `{name}` in benchmarks/tables.py."
-        elif content != made(kind, name):
+        elif content != new:
             yield f"{page}: {kind} `{name}` is stale; run `python benchmarks/tables.py`."
     rest = MARKED.sub("", text)
     yield from (f"{page}: the marker of `{name}` is not closed." for name in OPENED.findall(rest))
     if "<!-- end -->" in rest:
         yield f"{page}: an end marker closes nothing."
-    tables = [line for line in CODE.sub("", rest).splitlines() if line.lstrip().startswith("|")]
-    if tables:
-        yield f"{page}: a table stands outside markers: `{tables[0][:60]}`."
+    for table in BARE.findall(CODE.sub("", rest)):
+        yield f"{page}: a table is neither between markers nor frozen: `{table[:60]}`."
 
 
 def uncommitted() -> Iterator[str]:
     """Sentences on records of uncommitted code."""
     for path in sorted((FOLDER / "results").glob("*.jsonl")):
-        for number, record in enumerate(read(path), 1):
+        for place, record in enumerate(pivot.read(path), 1):
             chains = record.get("chains")
             parts = [record, *(chains if isinstance(chains, list) else [])]
             if any(isinstance(part, dict) and part.get("dirty") for part in parts):
-                yield f"{path.name}: record {number} was made with --allow-dirty."
+                yield f"{path.name}: record {place} was made with --allow-dirty."
 
 
 def main() -> int:

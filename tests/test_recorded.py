@@ -1,9 +1,11 @@
 """Draws that a sampler hands to the host from inside somebody else's loop."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,6 +48,12 @@ def fit(tx, w, num_steps=NUM_WARMUP + NUM_DRAWS * THIN, state=None) -> Any:
 
     begun = (w, tx.init(w) if state is None else state)
     return jax.lax.scan(step, begun, length=num_steps)[0]
+
+
+def refuse(message, tx, *given, **options):
+    with pytest.raises(Exception, match=message):
+        jax.block_until_ready(fit(tx, *given, **options))
+        jax.effects_barrier()
 
 
 @pytest.fixture
@@ -138,31 +146,20 @@ def test_a_loop_that_goes_on_from_its_checkpoint_neither_loses_nor_doubles(tmp_p
     fit(again, w, 3 * THIN, state)
     fit(again, START[0], NUM_WARMUP + 4 * THIN)
     np.testing.assert_array_equal(again.draws().params, expected)
-    assert content_of(tmp_path) == before
-    # Other draws of the same fit, those of another one, and some that come later.
-    for other, model, given in (
-        (START[1], "other draws, up to step 245, at step 205", {}),
-        (w + 0.1, "other draws, up to step 245, at step 225", {"state": state, "num_steps": THIN}),
-    ):
-        refused = recorded(directory=tmp_path)
-        with pytest.raises(Exception, match=rf"recorded\(directory=...\).* with {model}"):
-            jax.block_until_ready(fit(refused, other, **{"num_steps": NUM_WARMUP + THIN} | given))
-            jax.effects_barrier()
-        assert content_of(tmp_path) == before
+    # Other draws of the same fit, those of another one, some that come later, another sampler.
+    other = r"recorded\(directory=...\).* with other draws, up to step 245, at"
+    length = NUM_WARMUP + THIN
+    refuse(f"{other} step 205", recorded(directory=tmp_path), START[1], length)
+    refuse(f"{other} step 225", recorded(directory=tmp_path), w + 0.1, THIN, state)
     w, state = fit(recorded(), w, 10 * THIN, state)
-    with pytest.raises(Exception, match="with other draws, up to step 245, at step 275"):
-        jax.block_until_ready(fit(recorded(directory=tmp_path), w, THIN, state))
-        jax.effects_barrier()
-    assert content_of(tmp_path) == before
-    other = recorded(optax_smile.sgld(1e-3, num_data=1, key=0), directory=tmp_path)
-    with pytest.raises(Exception, match=r"recorded\(sampler=...\)` must be one with name = None"):
-        jax.block_until_ready(fit(other, START[0], NUM_WARMUP + THIN))
-        jax.effects_barrier()
-    other = recorded(directory=tmp_path)
+    refuse(f"{other} step 275", recorded(directory=tmp_path), w, THIN, state)
+    sgld = recorded(optax_smile.sgld(1e-3, num_data=1, key=0), directory=tmp_path)
+    refuse(r"recorded\(sampler=...\)` must be one with name = None", sgld, START[0], length)
+    two = recorded(directory=tmp_path)
     with pytest.raises(Exception, match=r"recorded\(params=...\)` must be one with leaves"):
-        w, state = jnp.ones(2), other.init(jnp.ones(2))
-        for _ in range(NUM_WARMUP + THIN):
-            _, state = other.update(w, state, w)
+        w, state = jnp.ones(2), two.init(jnp.ones(2))
+        for _ in range(length):
+            _, state = two.update(w, state, w)
         jax.effects_barrier()
     assert content_of(tmp_path) == before
 
@@ -173,9 +170,7 @@ def test_draws_in_memory_that_are_made_again_are_the_same_or_refused():
     for length in (4, 2):
         fit(tx, w, length * THIN, state)
     assert tx.draws().num_draws == 6
-    with pytest.raises(Exception, match=r"recorded\(state=...\).* with other draws.* at step 215"):
-        jax.block_until_ready(fit(tx, w + 0.1, THIN, state))
-        jax.effects_barrier()
+    refuse(r"recorded\(state=...\).* with other draws.* at step 215", tx, w + 0.1, THIN, state)
 
 
 def test_a_folder_is_locked_from_init_to_draws(tmp_path):
@@ -238,9 +233,7 @@ def test_what_fails_reaches_the_user(tmp_path, monkeypatch):
         write(path, *rest)
 
     monkeypatch.setattr(_disk, "write", failing)
-    with pytest.raises(Exception, match="No space left"):
-        jax.block_until_ready(fit(full, START[0], NUM_WARMUP + 5 * THIN))
-        jax.effects_barrier()
+    refuse("No space left", full, START[0], NUM_WARMUP + 5 * THIN)
     with pytest.raises(OSError, match="No space left"):
         full.draws()
     assert optax_smile.load_snapshots(tmp_path / "full").num_draws == 2
@@ -300,22 +293,17 @@ EVERY, CHECKPOINTS = 37, 40
 
 def main(folder: str, checkpoint: str):
     """Train with a checkpoint every few steps, and go on from the last one."""
-    tx: Any = recorded(directory=folder)
-    w, state = START[0], tx.init(START[0])
-    leaves, structure = jax.tree.flatten((w, state))
-    begun = 0
-    if os.path.exists(checkpoint):
-        with np.load(checkpoint) as found:
-            begun, leaves = (
-                int(found["begun"]),
-                [jnp.asarray(found[f"x{i}"]) for i in range(len(leaves))],
-            )
+    tx, path = recorded(directory=folder), Path(checkpoint)
+    begun, carry = 0, (START[0], tx.init(START[0]))
+    if path.exists():
+        begun, leaves = pickle.loads(path.read_bytes())
+        carry = jax.tree.unflatten(jax.tree.structure(carry), leaves)
     part = jax.jit(lambda w, state: fit(tx, w, EVERY, state))
     for number in range(begun, CHECKPOINTS):
-        leaves = jax.tree.leaves(part(*jax.tree.unflatten(structure, leaves)))
-        with open(f"{checkpoint}.part", "wb") as file:
-            np.savez(file, begun=number + 1, **{f"x{i}": x for i, x in enumerate(leaves)})
-        os.replace(f"{checkpoint}.part", checkpoint)
+        carry = part(*carry)
+        kept = number + 1, [np.asarray(leaf) for leaf in jax.tree.leaves(carry)]
+        path.with_suffix(".part").write_bytes(pickle.dumps(kept))
+        path.with_suffix(".part").replace(path)
         print(number, flush=True)
 
 

@@ -1,11 +1,12 @@
-"""Scripts of examples and benchmarks: what `--help` says, and what a record says it was run on."""
+"""Scripts of examples and benchmarks: `--help`, the commit of a record, and tables of records."""
 
 import ast
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 
-from benchmarks import records
+from benchmarks import records, tables
 
 import pytest
 
@@ -20,7 +21,6 @@ SCRIPTS = [
 
 @pytest.mark.slow
 def test_help_is_the_docstring(monkeypatch, capsys):
-    """As it stands there, in a process that has imported what all of them import."""
     assert len(SCRIPTS) > 25
     for path in SCRIPTS:
         monkeypatch.setattr("sys.argv", [str(path), "--help"])
@@ -47,32 +47,50 @@ def checkout(tmp_path, monkeypatch):
     return tmp_path
 
 
-DIRTY = ["optax_smile/a.py", "examples/new.py"]
-# What a run writes, and what runs nothing.
-CLEAN = ["benchmarks/results/new.jsonl", "docs/new.md"]
-
-
-@pytest.mark.parametrize("name", DIRTY + CLEAN)
+# What a run writes, and what runs nothing, are clean.
+@pytest.mark.parametrize("name", ["optax_smile/a.py", "examples/new.py"])
 def test_a_record_is_of_a_commit(checkout, name, monkeypatch):
-    clean = records.environment()
-    assert len(clean["commit"]) >= 7 and "dirty" not in clean
-    path = checkout / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("changed")
-    output = ["--output", str(checkout / "benchmarks" / "results" / "a.jsonl")]
+    for clean in ("benchmarks/results/new.jsonl", "docs/new.md"):
+        (checkout / clean).write_text("changed")
     parse = records.parser("").parse_args
-    if name in CLEAN:
-        assert records.environment() == clean | {"time": records.environment()["time"]}
-        assert not parse(output).allow_dirty
-        return
+    output = ["--output", str(checkout / "benchmarks" / "results" / "a.jsonl")]
+    commit = records.environment()["commit"]
+    assert len(commit) >= 7 and "dirty" not in records.environment()
+    assert not parse(output).allow_dirty
+    (checkout / name).parent.mkdir(exist_ok=True)
+    (checkout / name).write_text("changed")
     for refused in (records.environment, lambda: parse(output)):
         with pytest.raises(SystemExit, match=f"{name}.*--allow-dirty"):
             refused()
     # Nothing is recorded, or the record is marked.
     assert parse([]).allow_dirty and parse([*output, "--allow-dirty"]).allow_dirty
     marked = records.environment(allow_dirty=True)
-    assert marked["dirty"] == [name] and marked["commit"] == f"{clean['commit']}-dirty"
+    assert marked["dirty"] == [name] and marked["commit"] == f"{commit}-dirty"
     (checkout / ".git").rename(checkout / "git")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(checkout.parent))
     with pytest.raises(SystemExit, match="no checkout of git"):
         records.environment()
+
+
+TABLE = "| a |\n| --- |\n| 1 |\n\n*2 records · commit 0123456*"
+WRONG = {
+    "<!-- table uci -->| 1 |<!-- end -->": "table `uci` is stale",
+    "<!-- table none -->| 1 |<!-- end -->": "there is no table `none`",
+    "<!-- figure small noise met -->": "the marker of `small noise met` is not closed",
+    TABLE: "neither between markers nor frozen: `| a |",
+    TABLE + " Frozen: records are in the history.": "neither between markers nor frozen",
+    TABLE + " Frozen: records are in the history at commit 0123456.": "",
+    f"```\n{TABLE}\n```\n": "",
+}
+
+
+@pytest.mark.parametrize("text, complaint", WRONG.items())
+def test_pages_have_tables_of_records_or_frozen_ones(text, complaint):
+    found = [*tables.complaints(text, "page")]
+    assert len(found) == bool(complaint) and complaint in "".join(found)
+
+
+def test_no_table_is_stale_and_nothing_need_be_installed():
+    command = [sys.executable, "-I", "-S", tables.__file__, "--check"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, ""), run.stderr

@@ -44,7 +44,7 @@ from benchmarks.correctness.posteriors import (
     POSTERIORS,
     Posterior,
 )
-from benchmarks.tabulated import agreement as shown
+from benchmarks.tables import BOUNDS
 
 import jax
 import jax.numpy as jnp
@@ -65,11 +65,7 @@ DATA: dict[str, dict[str, Callable[[], Posterior]]] = {
     "posteriors": POSTERIORS,
     "calibration": CALIBRATED,
 }
-TABLES = {
-    "networks": shown.networks,
-    "posteriors": shown.posteriors,
-    "calibration": shown.calibration,
-}
+TABLES = {"networks": "nuts-networks", "posteriors": "posteriors", "calibration": "calibration"}
 USUAL_SHARES = {"networks": (1, 2, 8, 32), "posteriors": (10,), "calibration": (8,)}
 
 
@@ -78,7 +74,7 @@ def compare(draws: np.ndarray, target: np.ndarray, summaries: dict[str, Any]) ->
     if np.all(np.isfinite(draws)):
         return reference.agreement(draws, target, summaries)
     lost = dict.fromkeys(("raw", "error", "net"), float("inf"))
-    names = [f"{measure} {name}" for measure in shown.BOUNDS for name in summaries]
+    names = [f"{measure} {name}" for measure in BOUNDS for name in summaries]
     none = {"ess": 0.0, "smallest_ess": 0.0, "sd_ratio": float("inf"), "is_lost": True}
     return none | dict.fromkeys(names, lost)
 
@@ -274,11 +270,15 @@ def run_calibration(cell: records.Cell, scale: Scale) -> records.Record:
 
 def cells_of(arguments: argparse.Namespace) -> list[records.Cell]:
     """Requested cells; full-batch MCLMC only on all rows."""
-    part = arguments.part
+    part, seed = arguments.part, arguments.seed
     data = [name for name in DATA[part] if not arguments.data or name in arguments.data]
     methods = arguments.methods or (list(METHODS) if part == "networks" else [DEFAULT])
-    shares, seed = arguments.shares or USUAL_SHARES[part], [arguments.seed]
-    cells = records.product(part=[part], data=data, share=shares, method=methods, seed=seed)
+    cells = [
+        {"part": part, "data": name, "share": share, "method": method, "seed": seed}
+        for name in data
+        for share in arguments.shares or USUAL_SHARES[part]
+        for method in methods
+    ]
     return [cell for cell in cells if cell["share"] == 1 or cell["method"] != FULL_BATCH]
 
 
@@ -312,8 +312,8 @@ def main():
     def run(cell: records.Cell) -> records.Record:
         return run_cell(cell, scale, folder)
 
-    found = records.complete(arguments, cells, run, "seconds", scale=list(scale))
-    records.show(TABLES[arguments.part](found))
+    table = TABLES[arguments.part]
+    records.complete(arguments, cells, run, "seconds", table, scale=list(scale))
 
 
 if __name__ == "__main__":

@@ -343,20 +343,18 @@ def main():
     parser = records.parser(__doc__)
     parser.add_argument("--preset", choices=["quick", "paper"], default="quick")
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, help="some columns only")
-    parser.add_argument("--part", default="0/1", help="i/n: every n-th cell from the i-th on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--chains", type=int, default=10, help="chains per step size in the search")
     parser.add_argument("--fresh-chains", type=int, default=20, help="chains that are reported")
     arguments = parser.parse_args()
     settings = [arguments.seed, arguments.chains, arguments.fresh_chains]
-    part, num_parts = map(int, arguments.part.split("/"))
     chosen = arguments.samplers or SAMPLERS
     cells = [cell for cell in preset(arguments.preset) if cell["sampler"] in chosen]
 
     def run(cell: records.Cell) -> records.Record:
         return run_cell(cell, *settings)
 
-    records.complete(arguments, cells[part::num_parts], run, "bias", settings=settings)
+    records.complete(arguments, cells, run, "bias", "bias-forms", settings=settings)
 
 
 if __name__ == "__main__":

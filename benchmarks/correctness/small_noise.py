@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from benchmarks import records
 from benchmarks.correctness.analytic import standardized_noise
-from benchmarks.tabulated.gaussians import small_noise
 
 import jax
 import jax.numpy as jnp
@@ -123,4 +122,4 @@ def run_cell(cell: records.Cell) -> dict[str, float]:
 
 if __name__ == "__main__":
     axes = {"case": cases(), "method": METHODS, "num_chains": [20], "seed": [0]}
-    records.main(__doc__, run_cell, "b2", small_noise, **axes)
+    records.main(__doc__, run_cell, "b2", "small-noise", **axes)

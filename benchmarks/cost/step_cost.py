@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import records, samplers
-from benchmarks.tabulated import costs
 
 import jax
 import jax.numpy as jnp
@@ -237,8 +236,7 @@ def main():
     cells = [cell for cell in cells if cell.get("parameters", 0) <= arguments.largest]
     cells = [cell for cell in cells if cell.get("network") in (None, *arguments.networks)]
     run = functools.partial(measure, methods=methods, repetitions=arguments.repetitions)
-    found = records.complete(arguments, cells, run, "ratio")
-    records.show(costs.steps(found), costs.details(found), costs.compilation(found))
+    records.complete(arguments, cells, run, "ratio", "step-cost-all", "compilation")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.prediction import selection
-from benchmarks.tabulated.draws import NUMBERS, few
 
 import numpy as np
 from scipy.special import logsumexp
@@ -38,7 +37,7 @@ SAMPLERS = {
     "54,000 images": "psmile, cold",
     "LeNet": "psmile, cold",
 }
-NUM_SHIFTS = 10
+NUMBERS, NUM_SHIFTS = (1, 2, 4, 8, 16), 10
 
 
 def lppd(density: np.ndarray) -> float:
@@ -100,4 +99,4 @@ def run_cell(cell: records.Cell) -> records.Record:
 
 
 if __name__ == "__main__":
-    records.main(__doc__, run_cell, "all", few, problem=SAMPLERS, seed=range(3))
+    records.main(__doc__, run_cell, "all", "few-draws", problem=SAMPLERS, seed=range(3))

@@ -163,24 +163,16 @@ def r_hat(logs: np.ndarray, targets: np.ndarray) -> float:
 
 def main():
     """Run the cells that are missing."""
-    parser = records.parser(__doc__)
-    parser.add_argument("--sizes", nargs="+", choices=WIDTHS, default=["1e4"])
-    parser.add_argument("--angles", nargs="+", type=float, default=[0.003, 0.01, 0.03, 0.1])
-    parser.add_argument("--priors", nargs="+", choices=PRIORS, default=[PRIORS[0]])
+    axes = {"size": ["1e4"], "prior": [PRIORS[0]], "angle": [0.003, 0.01, 0.03, 0.1], "seed": [0]}
+    parser = records.parser(__doc__, **axes)
     parser.add_argument("--steps", type=int, choices=BUDGETS, default=12_000)
     parser.add_argument("--chains", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("out/networks"))
     arguments = parser.parse_args()
-    cells = records.product(
-        size=arguments.sizes,
-        prior=arguments.priors,
-        angle=arguments.angles,
-        num_gradients=[arguments.steps],
-        num_chains=[arguments.chains],
-        seed=[arguments.seed],
-    )
-    records.complete(arguments, cells, functools.partial(run_cell, work=arguments.work), "lppd")
+    lengths = {"num_gradients": arguments.steps, "num_chains": arguments.chains}
+    cells = records.cells_of(arguments, **lengths)
+    run = functools.partial(run_cell, work=arguments.work)
+    records.complete(arguments, cells, run, "lppd", "ladder")
 
 
 if __name__ == "__main__":

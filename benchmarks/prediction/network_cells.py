@@ -46,6 +46,11 @@ def at(method: str, steps: Iterable[float]) -> list[tuple[str, dict[str, Any]]]:
     return [(method, {"step_size": step}) for step in steps]
 
 
+def tuned(name: str, values: Iterable[Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The paper's SMILE at several values of a setting of its tuner."""
+    return [("paper's smile", {"step_size": 0.015, name: value}) for value in values]
+
+
 GRID = (1e-4, 1e-3, 1e-2)
 OURS = [(ENSEMBLE, {}), ("psmile", {}), ("psmile", {"allowed": 0.03}), ("smile", {})]
 OURS += [("psmile", {"temperature": "auto", "angle": 0.3})]
@@ -107,22 +112,8 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
         ],
         {},
     ),
-    "kappa": (
-        "resnet18",
-        [
-            ("paper's smile", {"step_size": 0.015, "reject_quantile": kappa})
-            for kappa in (0.9, 0.95, 0.98, 0.99, None)
-        ],
-        {},
-    ),
-    "a": (
-        "resnet18",
-        [
-            ("paper's smile", {"step_size": 0.015, "adapt_probability": a})
-            for a in (0.0, 0.05, 0.1, 0.2, 0.4)
-        ],
-        {},
-    ),
+    "kappa": ("resnet18", tuned("reject_quantile", (0.9, 0.95, 0.98, 0.99, None)), {}),
+    "a": ("resnet18", tuned("adapt_probability", (0.0, 0.05, 0.1, 0.2, 0.4)), {}),
     "vit": (
         "vit",
         [

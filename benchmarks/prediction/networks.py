@@ -24,54 +24,14 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.prediction import network_chains
-from benchmarks.prediction.network_cells import ENSEMBLE, FORMS, TABLES, cells_of
+from benchmarks.prediction.network_cells import FORMS, TABLES, cells_of
 
-import data
 import numpy as np
 from compare import fit_temperature, tempered
 from experiment import Experiment, Settings
 from scipy.special import logsumexp
 
-import optax_smile
 from optax_smile import metrics
-
-NUM_CORRUPTED, NUM_DRAWS_CORRUPTED, SEVERITIES = 1_000, 16, (1, 3, 5)
-
-
-def run_corrupted(cell: records.Cell, settings: Settings, work: Path) -> records.Record:
-    """Scores on corrupted test images, by severity: the mean over the fifteen corruptions.
-
-    These are of 16 draws of each chain, on the first 1,000 test images.
-    """
-    task, seed = network_chains.load(cell["task"], settings), cell["seed"]
-    images, labels = (x[:NUM_CORRUPTED] for x in task.splits.test)
-    chains = []
-    for member in range(cell["num_chains"]):
-        path = network_chains.run_chain(cell, settings, member, work)
-        if cell["method"] == ENSEMBLE:
-            start = network_chains.warm_member(cell, settings, member, work)
-            chains.append(list(optax_smile.Snapshots.from_members(start)))
-        else:
-            draws = list(optax_smile.load_snapshots(path.with_suffix("")))
-            every = max(1, len(draws) // NUM_DRAWS_CORRUPTED)
-            chains.append(draws[::every][:NUM_DRAWS_CORRUPTED])
-    draws = [draw for chain in chains for draw in chain]
-    kept = {"likelihood": "categorical", "targets": labels, "batch_size": 500}
-    result = {}
-    for severity in SEVERITIES:
-        rows = []
-        for name in data.CORRUPTIONS:
-            corrupted = data.corrupt(images, name, severity, seed)
-            found = optax_smile.predict(task.outputs_of, draws, corrupted, **kept)
-            ece = metrics.ece(found.mean, labels)
-            accuracy = metrics.accuracy(found.mean, labels)
-            rows.append((metrics.lppd(found.log_density), accuracy, ece))
-        means = np.mean(rows, axis=0)
-        result[str(severity)] = dict(
-            zip(("lppd", "accuracy", "ece"), map(float, means), strict=True)
-        )
-        result[str(severity)]["each"] = [float(row[0]) for row in rows]
-    return {"severities": result, "lppd": result[str(SEVERITIES[-1])]["lppd"]}
 
 
 def averaged(chains: list[np.ndarray]) -> np.ndarray:
@@ -123,24 +83,17 @@ def run_cell(cell: records.Cell, settings: Settings, work: Path) -> records.Reco
     return scores(task, chains) | {"single": single, "chains": result}
 
 
-def parser(description: str | None, form: str) -> records.Parser:
-    """A command line that names the cells of a table; `form` is the usual one."""
-    made = records.parser(description)
+def main():
+    """Run the chains that are missing, record the cells that are complete."""
+    made = records.parser(__doc__)
     made.add_argument("--table", choices=TABLES, default="lenet")
-    made.add_argument("--form", choices=FORMS, default=form)
+    made.add_argument("--form", choices=FORMS, default="tiny")
     made.add_argument("--seeds", type=int, nargs="+", default=[0])
     made.add_argument("--settings", type=json.loads, default={}, help="other settings, JSON")
     made.add_argument("--work", type=Path, default=Path("out/networks"))
-    return made
-
-
-def main():
-    """Run the chains that are missing, record the cells that are complete."""
-    made = parser(__doc__, form="tiny")
     made.add_argument("--methods", nargs="+", help="of the table; default: all")
     made.add_argument("--options", type=json.loads, help="of these methods, JSON; default: all")
     made.add_argument("--members", type=int, nargs="+", help="chains to run, without a record")
-    made.add_argument("--corrupted", action="store_true", help="score corrupted images instead")
     arguments = made.parse_args()
     pairs = _chosen(made, arguments)
     if arguments.members is not None:
@@ -151,7 +104,7 @@ def main():
 
     def run(cell):
         settings = next(settings for other, settings in pairs if other == cell)
-        return (run_corrupted if arguments.corrupted else run_cell)(cell, settings, arguments.work)
+        return run_cell(cell, settings, arguments.work)
 
     records.complete(arguments, [cell for cell, _ in pairs], run, "lppd")
 
@@ -159,7 +112,7 @@ def main():
 def _chosen(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace
 ) -> list[tuple[dict[str, Any], Settings]]:
-    """Requested cells, with `scores` for corrupted images."""
+    """Requested cells."""
     known = {field.name for field in dataclasses.fields(Settings)}
     if unknown := sorted(set(arguments.settings) - known):
         parser.error(f"--settings must be of {sorted(known)}, got {unknown}")
@@ -167,16 +120,13 @@ def _chosen(
         parser.error(f"--seeds and --members must be >= 0, got {lowest[0]}")
     cells = list(cells_of(arguments.table, arguments.form, arguments.seeds, arguments.settings))
     methods = {cell["method"]: None for cell, _ in cells}
-    if arguments.corrupted:
-        methods = {name: None for name in methods if name not in network_chains.BASELINES}
     if unknown := [x for x in arguments.methods or [] if x not in methods]:
         parser.error(f"--methods must be of {[*methods]}, got {unknown}")
     if highest := [x for x in arguments.members or [] if x >= cells[0][0]["num_chains"]]:
         count = cells[0][0]["num_chains"]
         parser.error(f"--members must be below the number of chains, {count}, got {highest[0]}")
-    kept = {"scores": "corrupted"} if arguments.corrupted else {}
     pairs = [
-        (cell | kept, settings)
+        (cell, settings)
         for cell, settings in cells
         if cell["method"] in (arguments.methods or methods)
         and arguments.options in (None, cell["options"])

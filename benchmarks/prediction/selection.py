@@ -22,7 +22,6 @@ The networks of the last two were trained with a patience of 20 epochs, other im
 All but digits need `OPTAX_SMILE_DATA`.
 """
 
-import argparse
 import dataclasses
 import functools
 import time
@@ -31,8 +30,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import records
 from benchmarks.prediction import uci
-from benchmarks.tabulated.selection import NAMES, choices
-from benchmarks.tabulated.table import markdown
+from benchmarks.tables import CANDIDATES
 
 import data
 import experiment
@@ -266,24 +264,9 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
 
 # Test points of which each density is kept.
 MOST_KEPT = 400
-METHODS = ("deep ensemble", *NAMES, "select")
-
-
-def main():
-    """Run the cells that are missing, print the table."""
-    parser = records.parser(__doc__)
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    arguments: argparse.Namespace = parser.parse_args()
-    cells = [
-        {"problem": name, "method": method, "seed": seed}
-        for name in arguments.problems
-        for seed in arguments.seeds
-        for method in arguments.methods
-    ]
-    print(markdown(choices(records.complete(arguments, cells, run_cell, "lppd"))))
+METHODS = ("deep ensemble", *CANDIDATES, "select")
 
 
 if __name__ == "__main__":
-    main()
+    axes = {"problem": PROBLEMS, "seed": [0], "method": METHODS}
+    records.main(__doc__, run_cell, "lppd", "selection", **axes)

@@ -6,16 +6,12 @@ network, of which the last two thirds are sampled. Networks 16-16-16-1, under tw
     joint            one log sigma for all inputs, trained and sampled with the weights
     distributional   the network predicts log sigma for each input
 
-With `--batches-per-pass` batches are not of 256 rows, with `--replacement` not of permutations.
-With `--gap` a split is the number of a feature: the middle third of the rows sorted by it is test
-data, the outer thirds are training data (Foong et al. 2019, arXiv 1906.11537).
 A cell is one protocol, data set, split, method and setting.
 
     python benchmarks/prediction/uci.py --data energy airfoil --output out/uci.jsonl
 """
 
 import functools
-import itertools
 import os
 import time
 import warnings
@@ -24,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from benchmarks import records, samplers
-from benchmarks.tabulated.uci import OPTIONAL
 
 import flax.linen as nn
 import jax
@@ -88,10 +83,10 @@ def mean_loss(params, batch):
     return jnp.mean((targets - mean) ** 2 * jnp.exp(-2 * log_std) / 2 + log_std)
 
 
-def load(name: str, split: int, gap: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
+def load(name: str, split: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Training, validation and test data, standardized over the whole file as published."""
     folder = Path(os.environ["OPTAX_SMILE_DATA"])
-    if split < len(SEEDS.get(name, ())) and not gap:
+    if split < len(SEEDS.get(name, ())):
         seed = SEEDS[name][split]
         with np.load(folder / "uci_reference_splits" / f"{name}_seed{seed}.npz") as arrays:
             return [
@@ -102,10 +97,7 @@ def load(name: str, split: int, gap: bool = False) -> list[tuple[np.ndarray, np.
     order = np.random.default_rng(split).permutation(len(table))
     num_valid = len(order) // 10
     test = order[: 2 * num_valid]
-    if gap:
-        ranks = np.argsort(table[:, split], kind="stable")
-        test = ranks[len(ranks) // 3 : 2 * len(ranks) // 3]
-    elif name not in SEEDS:
+    if name not in SEEDS:
         stem = FILES[name].split(".")[0]
         with np.load(folder / "uci" / f"{stem}.splits.npz") as arrays:
             test = arrays["test_idx"][split]
@@ -122,20 +114,10 @@ def batches_of(data, size: int, num_epochs: int) -> list[Any]:
     return [tuple(array[row] for array in data) for row in rows]
 
 
-def drawn(data, size: int) -> Iterator[Any]:
-    """Batches with replacement, without end."""
-    rng = np.random.default_rng(0)
-    while True:
-        row = rng.integers(0, len(data[0]), size)
-        yield tuple(array[row] for array in data)
-
-
 @functools.cache
-def warm(
-    data: str, split: int, protocol: str, num_chains: int, gap: bool = False
-) -> tuple[Any, Any]:
+def warm(data: str, split: int, protocol: str, num_chains: int) -> tuple[Any, Any]:
     """Split and deep ensemble."""
-    parts = load(data, split, gap)
+    parts = load(data, split)
     network = NETWORK if protocol == "joint" else DISTRIBUTION
     members = optax_smile.warmstart(
         mean_loss,
@@ -200,8 +182,6 @@ METHODS = {
     "psmile_naive": method("psmile_naive", 5e-4, 1e-3, 2e-3, 4e-3),
     "smile": method("smile", None),
     "psmile": method("psmile", None),
-    "psmile, angle .03": method("psmile", None, tuner=optax_smile.angle_tuner(0.03)),
-    "psmile, angle .1": method("psmile", None, tuner=optax_smile.angle_tuner(0.1)),
 }
 ALL = ("deep ensemble", *METHODS)
 
@@ -239,26 +219,21 @@ def run_cell(cell: records.Cell) -> records.Record:
     """Sample and score."""
     warnings.filterwarnings("ignore", message="`sample`: `sampler` is an optimizer")
     of = (cell[name] for name in ("data", "split", "protocol", "num_chains"))
-    (train, _, test), members = warm(*of, gap=cell.get("gap", False))
+    (train, _, test), members = warm(*of)
     if cell["method"] == "deep ensemble":
         return score(optax_smile.Snapshots.from_members(members), test)
     members = jax.tree.map(jnp.copy, members)
-    key = jax.random.key(1_000 + cell["split"] + 100 * cell.get("seed", 0))
+    key = jax.random.key(1_000 + cell["split"])
     began = time.monotonic()
     chosen = METHODS[cell["method"]]
     num_steps = cell["num_gradients"] // (2 if chosen.batch_per == "step" else 1)
     num_warmup = round(num_steps / 3)
     num_draws = min(NUM_DRAWS, num_steps - num_warmup)
-    per_pass = cell.get("batches_per_pass")
-    size = len(train[0]) // per_pass if per_pass else BATCH_SIZE
-    if cell["method"] == FULL_BATCH:
-        batches = [train]
-    else:
-        batches = drawn(train, size) if cell.get("replacement") else batches_of(train, size, 50)
+    is_full = cell["method"] == FULL_BATCH
     draws = optax_smile.sample(
         mean_loss,
         members,
-        batches,
+        [train] if is_full else batches_of(train, BATCH_SIZE, 50),
         chosen.make(cell["step_size"], len(train[0]), key),
         num_warmup=num_warmup,
         num_draws=num_draws,
@@ -281,43 +256,25 @@ def run_cell(cell: records.Cell) -> records.Record:
     }
 
 
-def cells_of(arguments) -> Iterator[dict[str, Any]]:
-    """Requested cells; a field of `OPTIONAL` is there only if its option is given."""
-    product = itertools.product(arguments.data, arguments.splits, arguments.methods)
-    for data, split, method in product:
-        grid = METHODS[method].step_sizes if method in METHODS else (None,)
-        if method in METHODS and arguments.step_sizes:
-            grid = arguments.step_sizes
-        for step_size, seed in itertools.product(grid, arguments.seeds):
-            given = vars(arguments) | {"seed": seed}
-            options = {name: given[name] for name in sorted(OPTIONAL) if given[name]}
-            yield options | {
-                "protocol": arguments.protocol,
-                "data": data,
-                "split": split,
-                "method": method,
-                "step_size": step_size,
-                "num_chains": arguments.num_chains,
-                "num_gradients": arguments.num_gradients,
-            }
+def cells_of(arguments) -> Iterator[records.Cell]:
+    """Requested cells, at the step sizes of each method."""
+    rest = {"num_chains": arguments.num_chains, "num_gradients": arguments.num_gradients}
+    for cell in records.cells_of(arguments, protocol=arguments.protocol, **rest):
+        is_sampled = cell["method"] in METHODS
+        own = METHODS[cell["method"]].step_sizes if is_sampled else (None,)
+        for step_size in arguments.step_sizes if is_sampled and arguments.step_sizes else own:
+            yield cell | {"step_size": step_size}
 
 
 def main():
     """Run the cells that are missing."""
-    parser = records.parser(__doc__)
+    parser = records.parser(__doc__, data=FILES, split=range(3), method=ALL)
     parser.add_argument("--protocol", choices=PROTOCOLS, default="joint")
-    parser.add_argument("--data", nargs="+", choices=FILES, default=list(FILES))
-    parser.add_argument("--splits", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the chains")
-    parser.add_argument("--methods", nargs="+", choices=ALL, default=ALL)
     parser.add_argument("--step-sizes", nargs="+", type=float, help="instead of the methods' own")
-    parser.add_argument("--batches-per-pass", type=int, help="instead of batches of 256 rows")
-    parser.add_argument("--replacement", action="store_true", help="draw rows with replacement")
-    parser.add_argument("--gap", action="store_true", help="test on the middle of a feature")
     parser.add_argument("--num-chains", type=int, default=10)
     parser.add_argument("--num-gradients", type=int, default=NUM_GRADIENTS, help="per chain")
     arguments = parser.parse_args()
-    records.complete(arguments, cells_of(arguments), run_cell, "lppd")
+    records.complete(arguments, cells_of(arguments), run_cell, "lppd", "uci")
 
 
 if __name__ == "__main__":

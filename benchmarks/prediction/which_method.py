@@ -11,13 +11,10 @@ A cell is one problem and seed with all methods.
 All but digits need `OPTAX_SMILE_DATA`.
 """
 
-import argparse
 import dataclasses
 from typing import Any
 
 from benchmarks import records
-from benchmarks.tabulated.table import markdown
-from benchmarks.tabulated.which_method import scores
 
 import compare
 import jax
@@ -49,22 +46,13 @@ def _fields(task: compare.Problem) -> dict[str, Any]:
 
 def main():
     """Run the cells that are missing, print the tables."""
-    parser = records.parser(__doc__)
-    parser.add_argument(
-        "--problems", nargs="+", choices=compare.PROBLEMS, default=list(compare.PROBLEMS)
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser = records.parser(__doc__, problem=compare.PROBLEMS, seed=range(3))
     parser.add_argument("--smoke", action="store_true", help="run seconds, for no table")
-    arguments: argparse.Namespace = parser.parse_args()
+    arguments = parser.parse_args()
     smoke = {"smoke": True} if arguments.smoke else {}
-    cells = [
-        {"problem": name, "seed": seed} | smoke
-        for seed in arguments.seeds
-        for name in arguments.problems
-    ]
-    found = records.complete(arguments, cells, run_cell, "num_parameters")
-    for name in arguments.problems:
-        print(markdown(scores(name)(found)))
+    cells = [cell | smoke for cell in records.cells_of(arguments)]
+    names = (f"which-method {problem}" for problem in arguments.problem)
+    records.complete(arguments, cells, run_cell, "num_parameters", *names)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,0 @@
-"""Tables and figures of the pages, from the records, with the standard library only."""
