@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx, serialization
 from flax.training.train_state import TrainState
@@ -127,6 +126,8 @@ def round_trips(state, folder):
     yield serialization.from_bytes(state, serialization.to_bytes(state))
     eqx.tree_serialise_leaves(folder / "state.eqx", state)
     yield eqx.tree_deserialise_leaves(folder / "state.eqx", state)
+    import orbax.checkpoint as ocp
+
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "state", state)
         checkpointer.wait_until_finished()
