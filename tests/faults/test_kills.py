@@ -124,9 +124,7 @@ def run(life: Life, tell=Told.tell) -> Any:
             **both,
         )
     # That of the slow set is real.
-    options: Any = {"integrator": "minimal_norm", "decoherence_length": 0.1}
-    real = optax_smile.smile(0.02, num_data=140, key=jax.random.key(5), **options)
-    start = params, batches, real if life.form == "loop" else runs.stub(0.02)
+    start = params, batches, runs.sghmc() if life.form == "loop" else runs.stub(0.02)
     both |= {"directory": life.directory, "mesh": mesh}
     if life.form == "sample" or "mesh" in life.form:
         steps: Any = {"num_warmup": WARMUP, "num_draws": life.num_draws, "thin": 1}
