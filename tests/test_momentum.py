@@ -111,7 +111,7 @@ def test_kick_is_that_of_the_textbook(size):
     gradients, lengths = 40 * gradients, deltas * (size - 1) / (40 * norms[:, 0])
     with jax.enable_x64(True):
         got, _, gains = kicked(jnp.asarray(starts), gradients, jnp.asarray(lengths)[:, None])
-        theirs = jax.vmap(lambda *x: esh_dynamics_momentum_update_one_step()(*x, 1.0))
+        theirs = jax.vmap(lambda u, g, x: esh_dynamics_momentum_update_one_step()(u, g, x, 1.0))
         turned, _, gained = theirs(starts, -gradients, lengths)
     is_near = cosines < -0.9
     np.testing.assert_allclose(turned[~is_near], got[~is_near], rtol=0, atol=1e-12)

@@ -119,11 +119,13 @@ WRAPPERS: list[Any] = [
 
 
 def test_samplers_are_seen_wherever_they_are():
+    begin: Any = functools.partial(
+        optax_smile.Run, mean_loss, start(), regression(), key=0, check=False
+    )
     for wrap in WRAPPERS:
-        given: Any = mean_loss, start(), regression()
-        optax_smile.Run(*given, wrap(optax_smile.sgld(0.1, num_data=9, key=0)), key=0, check=False)
+        begin(wrap(optax_smile.sgld(0.1, num_data=9, key=0)))
         with pytest.warns(UserWarning, match=ANNOUNCED):
-            optax_smile.Run(*given, wrap(optax.adamw(0.1)), key=0, check=False)
+            begin(wrap(optax.adamw(0.1)))
 
 
 def test_everything_can_tell_iterates_from_draws(stored, tmp_path):

@@ -104,10 +104,11 @@ def test_cold_temperature_goes_with_the_numbers_of_parameters_and_data(num_data,
 
 
 def test_a_summary_says_that_a_posterior_is_cold():
-    given: Any = jnp.ones((2, 3)), [jnp.ones(3)]
+    start, batches = jnp.ones((2, 3)), [jnp.ones(3)]
     tx = optax_smile.sgld(0.1, num_data=10, temperature=0.25, key=0)
-    loss, steps = lambda w, batch: jnp.mean((w - batch) ** 2), {"num_warmup": 0, "num_draws": 3}
-    cold: Any = optax_smile.sample(loss, *given, tx, **steps, key=0, progress=False)
+    steps: Any = {"num_warmup": 0, "num_draws": 3, "key": 0, "progress": False}
+    loss = lambda w, batch: jnp.mean((w - batch) ** 2)  # noqa: E731
+    cold: Any = optax_smile.sample(loss, start, batches, tx, **steps)
     warm = optax_smile.Snapshots(cold.params, cold.trace | {"temperature": np.ones((2, 3))})
     for draws, temperature in (cold, 0.25), (warm, 1.0):
         found = optax_smile.diagnostics.summary(draws)
