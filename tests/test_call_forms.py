@@ -41,7 +41,7 @@ def sghmc(**options) -> Any:
     return optax_smile.sghmc(1e-2, num_data=100, key=KEY, **options)
 
 
-def follow(tx, call, start: Any = START):
+def follow(tx, call, start: Any = START, batches=BATCHES):
     """Parameters and state after calls `call(tx, grads, state, params, loss)`."""
 
     def step(carry, batch):
@@ -50,7 +50,7 @@ def follow(tx, call, start: Any = START):
         updates, state = call(tx, grads, state, params, loss)
         return (apply_updates(params, updates), state), None
 
-    return jax.jit(lambda *start: jax.lax.scan(step, start, BATCHES)[0])(start, tx.init(start))
+    return jax.jit(lambda *start: jax.lax.scan(step, start, batches)[0])(start, tx.init(start))
 
 
 def plain(tx, grads, state, params, loss):
@@ -97,6 +97,8 @@ def injected(**options) -> Any:
 LABELS: Any = {"mean": "sampled", "offset": "sampled", "table": "frozen"}
 WRAPPED: dict[str, Any] = {
     "inject_hyperparams": lambda tx: tracked(injected()),
+    "MultiSteps": lambda tx: optax.MultiSteps(tracked(tx), 2),
+    "chain": lambda tx: tracked(optax.chain(optax.clip_by_global_norm(1e9), tx)),
     "partition": lambda tx: optax.partition(
         {"sampled": tracked(tx), "frozen": optax.set_to_zero()}, LABELS
     ),
@@ -107,7 +109,8 @@ WRAPPED: dict[str, Any] = {
 def test_wrappers_pass_on_that_there_are_no_params(name, expected):
     tx, has_table = WRAPPED[name](sghmc()), name == "partition"
     start = START | ({"table": jnp.arange(3.0)} if has_table else {})
-    params, state = follow(tx, without_params, start)
+    batches = jnp.repeat(BATCHES, 2, axis=0) if name == "MultiSteps" else BATCHES
+    params, state = follow(tx, without_params, start, batches)
     table, drawn = params.pop("table", None), last_accepted(state)
     if has_table:
         # In the place of what the sampler does not see; with `params` the whole tree comes back.

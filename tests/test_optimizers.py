@@ -59,6 +59,15 @@ def test_iterates_are_those_of_a_hand_written_loop():
     assert np.isnan(got.trace["step_size"]).all() and not got.trace["num_nonfinite"].any()
 
 
+def test_a_run_that_was_killed_gives_the_same_iterates(stored, tmp_path):
+    killed: dict[str, Any] = {"callback": runs.at(9, runs.crash), "checkpoint_minutes": 0}
+    with pytest.raises(runs.Crash):
+        run(tmp_path, sampler=optax.adamw(0.05), **killed)
+    runs.assert_same_bits(run(tmp_path, sampler=optax.adamw(0.05)), stored)
+    rule = r"sampler=...\)` must be .* 'optimizer', as in the .*, got 'sghmc'"
+    runs.refused(rule, runs.run, tmp_path, sampler=runs.sghmc())
+
+
 def test_a_step_to_what_is_not_finite_is_left_out():
     """As `optax.apply_if_finite` does; the other chains go on, and one warning names the chain."""
     batches = own_batches()
