@@ -87,7 +87,7 @@ LAWFUL_OF = {
 LAWFUL = {name: kinds.split() for names, kinds in LAWFUL_OF.items() for name in names.split()}
 # Whose word it is where a function hands on what it got: the sampler that was built refuses the
 # parameters of a chain, who predicts reads a likelihood, and a container holds the draws.
-HANDED_ON = dict.fromkeys(("sample", "check", "parallel.init"), "smile.init")
+HANDED_ON = dict.fromkeys(("sample", "Run", "check", "parallel.init"), "smile.init")
 HANDED_ON |= {"Likelihood": "Predictor", "thinned": "load_snapshots"}
 # Each success of these compiles or draws.
 SLOW = {"sample", "check", "warmstart", "select", "predict", "Predictor", "Likelihood"}
@@ -170,9 +170,9 @@ def declaration(name: str) -> tuple[str, Any]:
     return (known[0], _check.DECLARED[known[0]][1]) if known else ("", {})
 
 
-# What else an error may name: what a function makes of a batch, of inputs, and of a likelihood.
+# What else an error may name: what gets the value, or has to fit it.
 TOLD = {"batches": "loss_fn", "inputs": "targets", "mean": "likelihood", "variance": "likelihood"}
-TOLD |= {"num_chains": "trace"} | dict.fromkeys(
+TOLD |= {"num_chains": "trace", "params": "loss_fn|apply_fn"} | dict.fromkeys(
     ("log_density", "entropy", "check", "has_target"), "likelihood"
 )
 
