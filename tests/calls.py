@@ -28,7 +28,7 @@ VECTOR, INPUTS, BATCHES = np.array([0.5, 1.0, 2.0]), jnp.ones((3, 3)), [jnp.ones
 SERIES = np.random.default_rng(0).normal(size=(2, 16, 3))
 TRACED = ("step_size", "energy_change", "num_rejected", "num_gradients")
 TRACE = {name: np.array([[1.0, 2.0, 3.0]] * 2) for name in TRACED}
-SAMPLER = optax_smile.sgld(1e-2, num_data=10, key=KEY)
+SAMPLER = optax_smile.smile(1e-2, num_data=10, decoherence_length=None)
 # Nothing for users to call: records that functions return, classes to inherit from, and a module of
 # classes that scikit-learn checks: `test_estimators.py`.
 NOT_CALLED = """Outcome Prediction Selection StoredSnapshots diagnostics.Check diagnostics.Summary
@@ -116,10 +116,6 @@ def first_step(sampler: Any, **arguments):
     return jax.eval_shape(lambda: tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0))
 
 
-def without_values(update: Any, **arguments):
-    return jax.eval_shape(lambda: update(**arguments))
-
-
 def in_pieces(**arguments):
     made = Predictor(**arguments)
     for params in Snapshots({"w": SERIES}):
@@ -155,6 +151,7 @@ def valid_calls(path) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     reading |= {"num_chains": 2}
     wrappers: dict[str, Any] = {"Predictor": in_pieces}
     wrappers |= {"Likelihood": lambda **x: in_pieces(likelihood=Likelihood(**x), **reading)}
+    wrappers |= {"Run": lambda **x: optax_smile.Run(**x).advance(1)}
     wrappers |= {"recorded": lambda **x: optax_smile.recorded(**x).init(PARAMS)}
     for name, f in called.items():
         found = {x: one.default for x, one in inspect.signature(f).parameters.items()}
@@ -164,8 +161,6 @@ def valid_calls(path) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         if "prior_mean" in found:
             own = {"key": KEY} if "key" in found else {}
             found, f = valid_arguments(f, **own), partial(first_step, f)
-        if name.endswith(".update") and name != "Predictor.update":
-            f = partial(without_values, f)
         yield name, wrappers.get(name, f), found
 
 

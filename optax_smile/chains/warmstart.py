@@ -154,7 +154,8 @@ def warmstart(
     train_one, judge_one = _steps(loss, optimizer, patience, validation is None)
     train = parallel.step(train_one, members, mesh=mesh)
     judge = parallel.step(judge_one, members, mesh=mesh)
-    held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
+    with _check.called("warmstart", "parallel.place_batch", batch="validation"):
+        held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
     hint = _checks.advice_on_single(batches)
     losses = _checks.Losses("warmstart", loss, num_members, False, mesh, hint)
     epoch, signal, checkpoints = 0, None, None

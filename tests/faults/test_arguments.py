@@ -51,7 +51,7 @@ TRACER, NUMBERS = object(), "minus zero denormal"
 # numbers, words, keys, switches, paths and None.
 LAWFUL_OF = {
     # What a function gives without it.
-    "targets inputs start like mean entropy variance Likelihood.check": "none",
+    "targets inputs start like mean entropy variance loss Likelihood.check": "none",
     "Likelihood.has_target Snapshots.from_draws.trace": "none",
     "prior_precision": "zero denormal ints tracer",
     "prior_mean": f"ints tracer {NUMBERS}",
@@ -63,27 +63,31 @@ LAWFUL_OF = {
     "psmile.init.params sgld.init.params": "odd other state",
     "scale_by_gradient_noise.init.params": "odd other tracer",
     "parallel.init.params Snapshots.params": "odd other",
-    "cold_temperature.params": "odd other nans state",
+    "cold_temperature.params": "odd other nans masked state tracer",
     "local.fan_in_precision.params": "odd other nans masked tracer",
     "Snapshots.from_members.params": "odd other nans",
     # Anything with a leading axis; what is in it is the business of who calls.
     "parallel.place.tree parallel.step.carry": "odd other nans keys",
-    "parallel.init.sampler tracked.sampler optimizer": "optimizer",
+    "parallel.init.sampler tracked.sampler sample.sampler Run.sampler optimizer": "optimizer",
     # Without a mesh a batch stays as it is; for some losses a number is one, or a row of an array.
     "parallel.place_batch.batch": " ".join(hostile()),
     "warmstart.validation": f"none true {NUMBERS}",
     "interop.from_numpyro.batch": "nans",
     "local.local_precision.batches": "odd",
+    "local.network_candidates.batches": "odd nans",
+    # A finding.
+    "check.batch": "nans empty",
     "parallel.over_chains.function": "class function model",
     "parallel.over_chains.in_axes": "none zero",
     "report.store.name report.write.title label": "text",
-    "Snapshots.trace settings": "dict ints other",
+    "Snapshots.trace settings": "dict ints other masked",
+    "Snapshots.from_draws.draws": "other",
     "report.store.scores": "dict",
 }
 LAWFUL = {name: kinds.split() for names, kinds in LAWFUL_OF.items() for name in names.split()}
 # Whose word it is where a function hands on what it got: the sampler that was built refuses the
 # parameters of a chain, who predicts reads a likelihood, and a container holds the draws.
-HANDED_ON = dict.fromkeys(("sample", "check", "parallel.init"), "sgld.init")
+HANDED_ON = dict.fromkeys(("sample", "Run", "check", "parallel.init"), "smile.init")
 HANDED_ON |= {"Likelihood": "Predictor", "thinned": "load_snapshots"}
 # Each success of these compiles or draws.
 SLOW = {"sample", "check", "warmstart", "select", "predict", "Predictor", "Likelihood"}
@@ -166,9 +170,11 @@ def declaration(name: str) -> tuple[str, Any]:
     return (known[0], _check.DECLARED[known[0]][1]) if known else ("", {})
 
 
-# What else an error may name: what a function makes of a batch, of inputs, and of a likelihood.
+# What else an error may name: what gets the value, or has to fit it.
 TOLD = {"batches": "loss_fn", "inputs": "targets", "mean": "likelihood", "variance": "likelihood"}
-TOLD |= dict.fromkeys(("log_density", "entropy", "check", "has_target"), "likelihood")
+TOLD |= {"num_chains": "trace", "params": "loss_fn|apply_fn"} | dict.fromkeys(
+    ("log_density", "entropy", "check", "has_target"), "likelihood"
+)
 
 
 def judge(call: Any, which: str, kind: str, value: Any, is_refused: bool) -> str:
