@@ -305,7 +305,7 @@ def describe_batches(where: str, batches: object) -> Json:
     if not isinstance(batches, (list, tuple)) or not batches:
         return {}
     first = _on_host.as_numeric(where, "batches", batches[0])
-    shapes = jax.tree.map(lambda x: f"{x.dtype}{[*x.shape]}", first)
+    shapes = jax.tree.map(lambda x: f"{getattr(x, 'dtype', 'number')}{[*np.shape(x)]}", first)
     return {"num_batches": len(batches), "shapes": str(shapes)}
 
 
