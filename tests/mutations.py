@@ -34,7 +34,7 @@ RESULTS: dict[Any, str] = {PASSED: "survived", FAILED: "caught"}
 
 # "# file | tests", and for each defect "= what is broken | -k expression", then the lines of the
 # old text and those of the new one.
-# 25 of them were chosen without knowledge of the tests; 17 were caught at the first run.
+# The last ones were chosen without knowledge of the tests: 24 of 25 were caught at the first run.
 DEFECTS = r"""
 # potential.py | test_potential.py
 = no temperature in the gradient | gradient
@@ -268,6 +268,98 @@ DEFECTS = r"""
 = a draw with a gap between its files counts as whole | missing_files
 - return len(chains) == num_chains
 + return max(chains) == num_chains - 1
+# stages/evidence.py | test_tuner.py
+= turn rate discounts an uphill gradient instead of a downhill one | what_a_gradient_says_of
+- share = jnp.maximum(1 - jnp.maximum(cosine, 0) ** 2, SMALLEST_SHARE)
++ share = jnp.maximum(1 - jnp.maximum(-cosine, 0) ** 2, SMALLEST_SHARE)
+# stages/evidence.py | test_momentum.py
+= prior's change over the first of two drifts forgotten | trajectory_and_energies_are_those
+- prior_change=jnp.where(opens, 0, self.prior_change + sums.prior_change),
++ prior_change=jnp.where(opens, 0, self.prior_change),
+# stages/evidence.py | test_tuner.py
+= last loss is that of rejected calls | a_chain_whose_loss_still_falls_is_on_its_way
+- last_loss=jnp.where(accepted, value, self.last_loss).astype(dtype),
++ last_loss=jnp.where(accepted, self.last_loss, value).astype(dtype),
+# stages/integrator.py | test_guardrail.py
+= the momentum is not dropped after a rejected step | nothing_else_of_a_rejected_point_survives
+- moving=heading.moving & ~reject,
++ moving=heading.moving,
+# stages/integrator.py | test_momentum.py
+= noise also in the middle of a step of two drifts | explicit_noise_turns_the_direction
+- length = jnp.where(end.is_end, end.step_length, 0)
++ length = end.step_length
+# stages/probe.py | test_probe.py
+= either condition makes parameters altered | what_is_changed_on_its
+- is_altered = (share * number > LEAST_ALTERED - 0.5) & (share > MOST_ALTERED)
++ is_altered = (share * number > LEAST_ALTERED - 0.5) | (share > MOST_ALTERED)
+# stages/scale.py | test_preconditioner.py
+= the scale is not one while the averages restart | a_chain_on_its_way_begins_again
+- isotropic_weight = jnp.where(weight.restart, 1, ISOTROPIC / (ISOTROPIC + number))
++ isotropic_weight = ISOTROPIC / (ISOTROPIC + number)
+# stages/step_size.py | test_tuner.py
+= the two shares of quantile_tuner are exchanged | step_size_rises_after_small
+- low, high = self.adapt_probability / 3, 1 - 2 * self.adapt_probability / 3
++ low, high = 2 * self.adapt_probability / 3, 1 - self.adapt_probability / 3
+# samplers/_langevin.py | test_langevin.py
+= a rejected step leaves the old displacement in the state | a_step_of_negative_size
+- displacement=optax.tree.where(reject, still, displacement),
++ displacement=optax.tree.where(reject, before.displacement, displacement),
+= is_draw is that of the step that begins, not of the one that ends | scale_adapted_sghmc
+- is_draw = self.is_draw(state.num_steps - 1)
++ is_draw = self.is_draw(state.num_steps)
+# samplers/_microcanonical.py | test_preconditioner.py
+= drift with the scale from before its call | sampler_whitens_the_gradient_of
+-         scaling = self.preconditioner.observe(scaling, gradient, decision.weight, after.direction)
+-         inverse_scale = scale.inverse_of(scaling)
++         inverse_scale = scale.inverse_of(scaling)
++         scaling = self.preconditioner.observe(scaling, gradient, decision.weight, after.direction)
+# samplers/sghmc.py | test_langevin.py
+= the velocity is not rescaled when the step size changes | sghmc
+- kept = (1 - friction) * call.step_ratio * displacement
++ kept = (1 - friction) * displacement
+# samplers/scale_adapted_sghmc.py | test_langevin.py
+= the mass keeps adapting after adapt_steps | scale_adapted_sghmc
+- rate = jnp.where(adapts, 1 / (tau + 1), 0)
++ rate = 1 / (tau + 1)
+# samplers/_transformation.py | faults/test_arguments.py
+= init accepts parameters that are not finite | messages
+- _check.Tree(finite=True)(where, "params", floating)
++ _check.Tree()(where, "params", floating)
+# potential.py | test_potential.py
+= the temperature does not apply to the Gaussian prior | gradient_and_prior_change
+- return jax.tree.map(lambda x: x / potential.temperature, precision), mean
++ return precision, mean
+= a point outside of the support of log_prior keeps its gradient | where_there_is_no_density
+- number, is_outside = _count(potential), jnp.isneginf(density)
++ number, is_outside = _count(potential), jnp.isnan(density)
+# draws/predict.py | test_predict.py
+= the spread of the means lacks the number of snapshots so far | gaussian
+- return x + y + (to - at) ** 2 * share(x) * self.count.astype(x.dtype)
++ return x + y + (to - at) ** 2 * share(x)
+= predictions sorted as if draws came chain by chain | categorical_equals_the_average_over
+- each = jax.tree.map(lambda x: x.reshape(*axes, *x.shape[1:]).swapaxes(0, 1), each)
++ each = jax.tree.map(lambda x: x.reshape(*axes[::-1], *x.shape[1:]), each)
+= padding has the log density 0 instead of NaN | padding_is_nan_in_every
+- return whole._replace(log_density=np.where(self._has_target, whole.log_density, np.nan))
++ return whole._replace(log_density=np.where(self._has_target, whole.log_density, 0.0))
+# chains/_directory.py | test_resume.py
+= a checkpoint does not wait for the draws before it | signals_end_a_run_in
+-         self.files.flush()
+-         if wide := sorted(self.files.wide - self.warned):
++         if wide := sorted(self.files.wide - self.warned):
+= a resumed run forgets at which steps its draws are | a_run_in_pieces_gives
+- self.manifest["settings"] = before["settings"] | self.manifest["settings"]
++ before["settings"] = before["settings"] | self.manifest["settings"]
+# draws/_format.py | test_resume.py
+= the error of a draw that could not be written is dropped | a_full_disk_names_the
+-         while self.waiting and (self.waiting[0].done() or len(self.waiting) > QUEUE_SIZE):
+-             self.waiting.popleft().result()
++         while self.waiting and (self.waiting[0].done() or len(self.waiting) > QUEUE_SIZE):
++             self.waiting.popleft()
+# draws/_format.py | test_snapshots.py
+= a leaf too small for the stored precision is rounded | a_leaf_too_large_or
+- return largest == 0 or float(kind.tiny) <= largest <= float(kind.max)
++ return largest <= float(kind.max)
 """
 
 

@@ -230,8 +230,8 @@ class MeanSquare(Preconditioner):
 
     s^2 = q / mean(q). The average q of one window of gradients gives the s of the next window,
     which is 1.5 times as long. Within a window s is constant, so it does not bias the posterior,
-    and it settles as the windows grow. The first window begins once `descent_score` is at most 3;
-    in it s = 1.
+    and it settles as the windows grow. The first window, of `first_window` gradients, begins once
+    `descent_score` is at most 3; in it s = 1.
 
     | `differences` | q is the mean of       | which evens out   | for samplers           |
     |---------------|------------------------|-------------------|------------------------|

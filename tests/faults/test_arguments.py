@@ -299,6 +299,7 @@ MESSAGES: dict[str, Any] = {
     r"\(2, 3\) at .*w.*, got \(3, 2\)": lambda: build(prior_mean=TURNED).init(PARAMS),
     # Parameters, gradients and their loss.
     "got bfloat16 at .*Keep the sampled": lambda: build().init(HALF),
+    "psmile.init.params.* finite": lambda: build().init(PARAMS | {"b": jnp.full(3, jnp.nan)}),
     "at least one float32 or float64 array, got 1.0": lambda: build("sghmc").init({"w": 1.0}),
     "psmile.update.updates.* a tree of the": lambda: update(updates={"w": PARAMS["w"]}),
     r"\(3,\) at .*b.*, as params, got \(2,\)": lambda: update(updates=PARAMS | {"b": jnp.ones(2)}),
