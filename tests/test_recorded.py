@@ -1,5 +1,6 @@
 """Draws that a sampler hands to the host from inside somebody else's loop."""
 
+import fcntl
 import os
 import pickle
 import signal
@@ -16,8 +17,6 @@ import pytest
 from runs import content_of, stub
 
 import optax_smile
-from optax_smile import _disk
-from optax_smile.chains import _directory
 
 NUM_WARMUP, THIN, NUM_DRAWS, NUM_CHAINS = 200, 5, 600, 4
 START = np.arange(3.0 * NUM_CHAINS).reshape(NUM_CHAINS, 3)
@@ -191,8 +190,10 @@ def test_a_folder_is_locked_from_init_to_draws(tmp_path):
     fit(tx, w, THIN, state)
     jax.effects_barrier()
     assert not is_free() and tx.draws().num_draws == 2 and is_free()
-    with _directory.lock("test", tmp_path), pytest.raises(ValueError, match="no other live run"):
-        recorded(directory=tmp_path).init(START[0])
+    with (tmp_path / ".lock-0").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="no other live run"):
+            recorded(directory=tmp_path).init(START[0])
 
 
 def test_steps_that_are_no_draws_leave_no_gap(tmp_path):
@@ -225,14 +226,14 @@ def test_what_fails_reaches_the_user(tmp_path, monkeypatch):
         scaled.draws()
 
     full = recorded(directory=tmp_path / "full")
-    write = _disk.write
+    replace = os.replace
 
-    def failing(path, *rest):
+    def failing(draft, path):
         if path.name.startswith("draw-00000002"):
             raise OSError(28, "No space left on device", str(path))
-        write(path, *rest)
+        replace(draft, path)
 
-    monkeypatch.setattr(_disk, "write", failing)
+    monkeypatch.setattr(os, "replace", failing)
     refuse("No space left", full, START[0], NUM_WARMUP + 5 * THIN)
     with pytest.raises(OSError, match="No space left"):
         full.draws()
