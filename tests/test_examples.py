@@ -38,7 +38,6 @@ SMOKE = {
 }
 REAL = pytest.mark.skipif("OPTAX_SMILE_DATA" not in os.environ, reason="needs OPTAX_SMILE_DATA")
 MARKS = {x: [pytest.mark.nightly, *[REAL] * (RUN in x)] for x in SMOKE}
-MARKS["lora --sampler smile"] = [pytest.mark.slow]
 
 
 @pytest.mark.parametrize("line", [pytest.param(x, marks=MARKS[x]) for x in SMOKE])
