@@ -250,13 +250,10 @@ def _chain_sharding(mesh: Mesh) -> NamedSharding:
 
 def _split_key(key: jax.Array, chains: int, *, mesh: Mesh | None = None) -> jax.Array:
     """Make keys `[chain]`, each on the devices of its chain."""
-    return _splitting(chains, mesh)(key)
-
-
-@functools.cache
-def _splitting(chains: int, mesh: Mesh | None) -> Callable[[jax.Array], jax.Array]:
-    own = None if mesh is None else _chain_sharding(mesh)
-    return jax.jit(functools.partial(jax.random.split, num=chains), out_shardings=own)
+    if mesh is None:
+        return jax.random.split(key, chains)
+    split = functools.partial(jax.random.split, num=chains)
+    return jax.jit(split, out_shardings=_chain_sharding(mesh))(key)
 
 
 @_check.arguments(

@@ -37,8 +37,8 @@ GAIN_KEPT, LARGEST_GAIN = 0.5, float(np.log(2))
 CLEARLY = 2  # Standard errors by which a finalist must lead the chosen one to run again.
 # Files with the scores of all rounds, and with the predictions of a candidate in its round.
 ROUNDS, PART = "rounds.json", "round.safetensors"
-PARTS = ("Run", "Run.advance", "Run.draws", "sample", "predict", "Predictor", "Predictor.update")
-PARTS = (*PARTS, "Snapshots.from_members")
+PARTS = "Run Run.advance Run.draws sample predict Predictor Predictor.update".split()
+PARTS += ["Snapshots.from_members"]
 RENAMED = {"inputs": "validation", "targets": "validation", "snapshots": "params"}
 RENAMED |= {"sampler": "candidates"}
 
