@@ -168,6 +168,11 @@ def warned(message: str, function, *given, **arguments):
         return function(*given, **arguments)
 
 
+def nightly(*case):
+    """A case of a test that has a cheaper representative."""
+    return pytest.param(*case, marks=pytest.mark.nightly)
+
+
 class Crash(Exception): ...
 
 

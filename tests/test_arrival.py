@@ -10,7 +10,8 @@ from runs import follow
 
 import optax_smile
 
-# Long loops of few numbers run twice as fast.
+pytestmark = pytest.mark.slow
+# Its fixture as well.
 OPTIMIZED = True
 NUM_DATA, NUM_BATCHES, NUM_CHAINS, NUM_GRADIENTS = 500, 5, 8, 4000
 FEATURES = jnp.concatenate(

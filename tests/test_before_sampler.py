@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from runs import nightly
 
 import optax_smile
 
@@ -37,7 +38,11 @@ WRONG: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("how", WRONG)
+# Of all that follows the others are nightly.
+FAST = "multiplied by -0.001", "with another direction", "accumulated"
+
+
+@pytest.mark.parametrize("how", [x if x in FAST else nightly(x) for x in WRONG])
 def test_what_changes_the_gradients_is_refused(how):
     rule = r"`sample\(sampler=...\)` must be .* receives the gradients of the loss, got gradients "
     with pytest.raises(ValueError, match=f"{rule}{how}") as error:
@@ -61,13 +66,13 @@ RIGHT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", [x if x in FAST else nightly(x) for x in RIGHT])
 def test_what_leaves_them_is_not(name):
     """Warnings are errors."""
     assert sample(RIGHT[name]).num_draws == 3
 
 
-@pytest.mark.parametrize("norm, share", [(1.0, r"\d+\.\d%"), (0.05, r"100\.0%")])
+@pytest.mark.parametrize("norm, share", [(1.0, r"\d+\.\d%"), nightly(0.05, r"100\.0%")])
 def test_a_clip_that_acts_is_told_with_its_share(norm, share):
     """Also where it shortens every gradient, so that none shows that it is a clip."""
     with pytest.warns(UserWarning, match=f"^`sample`: A clip before .* shortens {share} of the"):

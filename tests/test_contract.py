@@ -18,6 +18,7 @@ import optax
 import pytest
 from paper import PAPER
 from public_samplers import SAMPLERS, accepts, quick_psmile, settings_of
+from runs import nightly
 
 import optax_smile
 from optax_smile import published
@@ -142,7 +143,7 @@ def test_samplers_are_found():
     assert all(getattr(optax_smile, name) is fn for name, fn in SAMPLERS.items())
 
 
-@shared_cases
+@pytest.mark.parametrize("case", [nightly("psmile"), *SHARED[1:]])
 def test_chains_under_jit_and_vmap_equal_eager_ones(case):
     """At the start, at a number that is not finite, right after it, and at an outlier."""
     tx, keys = make(case), jax.random.key_data(jax.random.split(jax.random.key(7), 3))

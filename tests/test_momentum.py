@@ -287,8 +287,8 @@ def exponent_of(length, size, pairs, temperature):
     [
         ("minimal_norm", 5, LENGTH, 1.0),
         ("leapfrog", 100, "matched", 2.0),
-        ("leapfrog", 20, "matched", -1.0),
-        ("leapfrog", 100, "turning", -1.0),
+        runs.nightly("leapfrog", 20, "matched", -1.0),
+        runs.nightly("leapfrog", 100, "turning", -1.0),
     ],
 )
 def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size, length, second):

@@ -147,7 +147,7 @@ def gaussian(params):
     return -PRECISION / 2 * optax.tree.norm(shifted, squared=True)
 
 
-@pytest.mark.parametrize("case", ["sghmc", "psmile, rich"])
+@pytest.mark.parametrize("case", [runs.nightly("sghmc"), "psmile, rich"])
 def test_a_gaussian_function_is_the_gaussian_prior(case):
     common: Any = {"step_size": 0.1, "num_data": 3, "temperature": 0.5}
     gauss = common | {"prior_precision": PRECISION, "prior_mean": 0.5}
