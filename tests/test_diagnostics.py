@@ -161,6 +161,9 @@ def test_chains_with_few_independent_draws_are_slow():
         ((2, 50, 3), 0.8, True, 2),
         ((4, 25, 3), 0.0, False, 2),
         ((2, 50, 3), 0.0, False, 2),
+        # By the R-hats alone, and by the ESS alone.
+        ((2, 59, 3), 0.7, True, 0),
+        ((2, 59, 3), 0.7, True, 3),
     ):
         found = judged(autoregressive(shape, correlation, seed))
         is_found = "slow" in {check.kind for check in found.findings}
