@@ -205,6 +205,12 @@ def test_a_killed_selection_goes_on_to_the_same_result(tmp_path, short, monkeypa
     equal(find(TWO, directory=tmp_path, **SHORT), short)
 
 
+def test_a_loop_may_use_the_memory_of_the_validation_again(short):
+    inputs, targets = map(np.copy, VALID)
+    spoilt = Watched([TRAIN], at(5, lambda: (inputs.fill(np.nan), targets.fill(np.nan))))
+    equal(find(TWO, validation=(inputs, targets), batches=spoilt, **SHORT), short)
+
+
 def test_the_directory_of_another_selection_is_refused(tmp_path):
     candidates = TWO | {"sgd": optax.sgd(0.05)}
     found = find(candidates, directory=tmp_path, **SHORT)
