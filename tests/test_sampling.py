@@ -24,7 +24,8 @@ def warmstart(loss=mean_loss, batches: Any = None, **given) -> Any:
         return {"w": jax.random.normal(key, (2,)), "b": jnp.zeros(())}
 
     given = {"num_members": 2, "num_epochs": 2, "key": 0, "progress": False} | given
-    return optax_smile.warmstart(loss, init, batches or regression(), optax.sgd(0.1), **given)
+    optimizer = given.pop("optimizer", optax.sgd(0.1))
+    return optax_smile.warmstart(loss, init, batches or regression(), optimizer, **given)
 
 
 def test_draws_are_those_of_a_hand_written_loop():
@@ -300,5 +301,7 @@ def test_no_key_is_used_twice():
     given: dict[str, Any] = {"loss": loss, "stochastic": True}
     with jax.debug_key_reuse(True):
         run(sampler=runs.sghmc(), key=jax.random.key(0), **given)
-        warmstart(validation=regression()[0], key=jax.random.key(0), **given)
+        # An optimizer with a key of its own.
+        given |= {"optimizer": stub(), "validation": regression()[0]}
+        warmstart(key=jax.random.key(0), **given)
         optax_smile.chains_from_weights([{"w": jnp.ones(2)}], num_chains=3, key=0)
