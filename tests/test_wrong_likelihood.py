@@ -227,13 +227,17 @@ def test_a_step_size_like_a_learning_rate_is_named_with_a_sensible_one():
             assert 0.02 < 1e-3 * found[0].value[0] < 2
 
 
-@pytest.mark.slow
-def test_a_run_names_it_too():
+QUIET: dict[str, Any] = {"num_data": ROWS, "decoherence_length": None}
+NOISY = pytest.param("psmile", {"num_data": ROWS, "key": 0}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name, given", [("smile", QUIET), NOISY])
+def test_a_run_names_it_too(name, given):
+    sampler = getattr(optax_smile, name)(1e-3, **given)
     chains: Any = jax.tree.map(lambda x: jnp.stack([x, x + 0.1]), PARAMS)
-    sampler = optax_smile.psmile(1e-3, num_data=ROWS, key=0)
-    given: dict[str, Any] = {"num_warmup": 20, "num_draws": 1, "key": 0, "progress": False}
+    steps: dict[str, Any] = {"num_warmup": 20, "num_draws": 1, "key": 0, "progress": False}
     with pytest.warns(UserWarning, match="^`sample`: step_size=0.001 is the length of a step"):
-        optax_smile.sample(gaussian, chains, [(X, REAL)], sampler, **given)
+        optax_smile.sample(gaussian, chains, [(X, REAL)], sampler, **steps)
 
 
 PROBABILITIES = jax.nn.softmax(3 * RNG.normal(size=(ROWS, CLASSES)))
