@@ -75,8 +75,10 @@ def test_a_saved_model_goes_on_as_if_it_had_not_been_saved(tmp_path):
 
 
 def test_a_saved_model_may_name_samplers_only(tmp_path):
-    config = keras.optimizers.serialize(Sampler("sgld", step_size=1e-3, num_data=9, key=1))
-    assert keras.optimizers.serialize(keras.optimizers.deserialize(config)) == config
+    for name, given in (("published.psmile", {}), ("sgld", {"key": 1})):
+        sampler = Sampler(name, step_size=1e-3, num_data=9, **given)
+        config = keras.optimizers.serialize(sampler)
+        assert keras.optimizers.serialize(keras.optimizers.deserialize(config)) == config
     for name in ("recorded", "load_snapshots", "interop.importlib.import_module"):
         config["config"] = {"sampler": name, "directory": str(tmp_path)}
         with pytest.raises(Exception, match=rf"`sampler` must be one of .*, got '{name}'"):
