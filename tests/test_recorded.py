@@ -250,7 +250,8 @@ def test_a_loop_without_parameters_is_recorded_and_said_to_be_unchecked(doubles,
 
 
 def test_recording_ends_with_a_warning_where_the_counter_does():
-    tx = optax_smile.recorded(stub(), num_warmup=0, thin=THIN)
+    # The counter stays where a draw would be.
+    tx = optax_smile.recorded(stub(), num_warmup=(2**31 - 1) % THIN, thin=THIN)
     state = optax.tree.set(tx.init(jnp.asarray(MEAN)), num_gradients=jnp.int32(2**31 - 24))
     fit(tx, jnp.asarray(MEAN), 40, state)
     with pytest.warns(UserWarning, match=r"`draws`: recording ends at call 2147483647 of `update`"):
