@@ -315,7 +315,7 @@ def test_what_is_no_number_is_named():
                 call()
     for argument, call in {
         r"sample\(batches": lambda: sample(Loader([bad]), STUB),
-        r"warmstart\(batches": lambda: warmstart([bad]),
+        r"warmstart\(batches": lambda: warmstart(Loader([bad])),
         r"warmstart\(validation": lambda: warmstart(EQUAL, validation=bad),
         r"select\(validation": lambda: select(bad),
     }.items():
