@@ -62,6 +62,7 @@ RICH["decoherence_length"] = "turning"
 CASES: dict[str, Any] = PLAIN | {
     "psmile, rich": (quick_psmile, RICH),
     "published.psmile": (published.psmile, {}),
+    "spectral": (optax_smile.smile, {"norm": "spectral", "decoherence_length": None}),
 }
 # Others compute nothing that these do not: `smile` is `psmile` without a scale.
 LIKE_OTHERS = "smile", "mclmc", "sgld"

@@ -75,7 +75,8 @@ def test_a_saved_model_goes_on_as_if_it_had_not_been_saved(tmp_path):
 
 
 def test_a_saved_model_may_name_samplers_only(tmp_path):
-    for name, given in (("published.psmile", {}), ("sgld", {"key": 1})):
+    kinds: Any = ("published.psmile", {}), ("sgld", {"key": 1})
+    for name, given in kinds:
         sampler = Sampler(name, step_size=1e-3, num_data=9, **given)
         config = keras.optimizers.serialize(sampler)
         assert keras.optimizers.serialize(keras.optimizers.deserialize(config)) == config

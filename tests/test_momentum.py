@@ -412,7 +412,7 @@ def test_random_signs_are_those_of_the_place():
 def test_turning_noise_forgets_over_a_radius():
     """The same as the number that it stands for, here 1 / 0.25."""
     one, yes = jnp.float32(1), jnp.array(True)
-    end = evidence.StepEnd(yes, yes, one, one / 5, one, one, one, num_parameters=2)
+    end = evidence.StepEnd(yes, yes, one, one / 5, one, one, one, 1.0, num_parameters=2)
     fields = [one / 2 for _ in stepping.Heading._fields]
     heading = stepping.Heading(*fields)._replace(moving=yes)
     given = end, heading, evidence.Sums(*[one / 3] * 10), (one / 4, one / 9), 1.0

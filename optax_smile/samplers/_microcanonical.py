@@ -19,7 +19,7 @@ from optax_smile._warn import warn
 from optax_smile.samplers import _transformation
 from optax_smile.samplers._chain import ChainState
 from optax_smile.samplers._transformation import Arguments, Call, Dynamics, Maker
-from optax_smile.stages import evidence, probe, rejection, scale
+from optax_smile.stages import evidence, probe, rejection, scale, spectral
 from optax_smile.stages.evidence import EvidenceState
 from optax_smile.stages.integrator import (
     SCHEMES,
@@ -28,10 +28,12 @@ from optax_smile.stages.integrator import (
     Momentum,
     MomentumState,
     Noise,
+    Scheme,
     step_start,
 )
 from optax_smile.stages.scale import Preconditioner
-from optax_smile.stages.step_size import Tuner, choose
+from optax_smile.stages.spectral import Norm, Spectral
+from optax_smile.stages.step_size import ANGLE, Tuner, choose
 
 CONSTRAINTS = {
     "step_size": _check.STEP_SIZE | None,
@@ -39,6 +41,8 @@ CONSTRAINTS = {
     "tuner": _check.kind(Tuner, "a tuner such as angle_tuner()") | None,
     "reject_quantile": _check.PROBABILITY | None,
     "decoherence_length": _check.POSITIVE | _check.OneOf(Noise) | None,
+    "norm": _check.OneOf(Norm),
+    "matrices": _check.Function("(params)") | None,
 }
 
 
@@ -96,6 +100,7 @@ class Reading(NamedTuple):
     entries_moved: Tree
     noise: optax.Updates | None
     key: jax.Array | None
+    pulled: Tree
 
 
 class Decision(NamedTuple):
@@ -138,7 +143,9 @@ class Microcanonical(Dynamics):
                 " step size, and `reject_quantile` rejects only non-finite steps. Pass `value=loss`"
                 " to `update`."
             )
-        layout = _joined.choose(call.params, _tree.SMALLEST_NETWORK)
+        layout = None
+        if self.momentum.is_elementwise:
+            layout = _joined.choose(call.params, _tree.SMALLEST_NETWORK)
         call = call._replace(posterior=potential.spread(call.posterior, call.params))
         call, state = _joined.join(layout, (call, state))
         reading = self.read(call, state)
@@ -180,7 +187,8 @@ class Microcanonical(Dynamics):
         few = before._replace(direction=probe.entries(before.direction))
         few_scales = None if inverse_scale is None else probe.entries(inverse_scale)
         entries_moved = self.momentum.last_drift(few, few_scales)
-        return Reading(sums, sketch, fingerprint, entries_moved, noise, key)
+        pulled = self.momentum.pull(before, whitened, sums)
+        return Reading(sums, sketch, fingerprint, entries_moved, noise, key, pulled)
 
     def decide(self, call: Call, state: ChainState, reading: Reading) -> Decision:
         """Accept or reject the step that ends here, and choose the next one; no large arrays."""
@@ -188,7 +196,7 @@ class Microcanonical(Dynamics):
         before, history = state.dynamics.momentum, state.dynamics.evidence
 
         # Close the step, and accept or reject it by the energy that it gained.
-        heading, end = momentum.close(before, sums)
+        heading, end = momentum.close(before, sums, reading.pulled)
         error = evidence.energy_error(posterior, history.open_step, end, sums, call.value)
         is_outlier = history.energies.is_outlier(error, self.reject_quantile)
         base = jnp.asarray(self.step_size(state.num_steps), before.step_length.dtype)
@@ -274,7 +282,14 @@ def _assemble(name: str, preconditioner: Preconditioner, arguments: Options) -> 
     length, step_size = arguments.get("decoherence_length"), arguments["step_size"]
     purpose = "because `decoherence_length` is not None"
     seed = _check.Key(length is not None, purpose)(name, "key", arguments.get("key"))
-    tuner = choose(name, arguments.get("tuner"), step_size)
+    scheme = SCHEMES[arguments["integrator"]]
+    momentum, angle = Momentum(scheme, length), ANGLE
+    if arguments.get("norm") == "spectral":
+        angle = spectral.ANGLE
+        momentum = _spectral(name, scheme, preconditioner, arguments)
+    elif arguments.get("matrices") is not None:
+        _check.fail(name, "matrices", "None unless `norm` is 'spectral'", arguments["matrices"])
+    tuner = choose(name, arguments.get("tuner"), step_size, angle)
     return Microcanonical(
         name=name,
         posterior=_transformation.posterior_of(name, arguments),
@@ -282,10 +297,25 @@ def _assemble(name: str, preconditioner: Preconditioner, arguments: Options) -> 
         seed=None if length is None else seed,
         chosen={"tuner": tuner} if tuner.sets_step_size else {},
         preconditioner=preconditioner,
-        momentum=Momentum(SCHEMES[arguments["integrator"]], length),
+        momentum=momentum,
         reject_quantile=arguments.get("reject_quantile"),
         tuner=tuner,
     )
+
+
+def _spectral(
+    name: str, scheme: Scheme, preconditioner: Preconditioner, arguments: Options
+) -> Spectral:
+    """Make the momentum that moves matrices as matrices; it has neither a scale nor noise."""
+    for argument, value, is_none in (
+        ("decoherence_length", arguments["decoherence_length"], None),
+        ("preconditioner", preconditioner, type(preconditioner) is Preconditioner),
+    ):
+        if not (value is None if is_none is None else is_none):
+            rule = "None together with norm='spectral'"
+            advice = "That norm knows neither isotropic noise nor a scale of single parameters."
+            _check.fail(name, argument, rule, repr(value), advice)
+    return Spectral(scheme, where=name, matrices=arguments.get("matrices"))
 
 
 def sampler(

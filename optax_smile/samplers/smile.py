@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
 from optax_smile import _check
@@ -9,6 +11,7 @@ from optax_smile._types import LogPrior, StepSize, Tree
 from optax_smile.samplers._microcanonical import sampler
 from optax_smile.stages.integrator import Decoherence, IntegratorName
 from optax_smile.stages.scale import MeanSquare, Preconditioner
+from optax_smile.stages.spectral import Norm
 from optax_smile.stages.step_size import Tuner
 
 
@@ -26,6 +29,8 @@ def smile(
     reject_quantile: float | None = None,
     decoherence_length: Decoherence | None = "matched",
     preconditioner: Preconditioner | None = None,
+    norm: Norm = "euclidean",
+    matrices: Callable[[Tree], Tree] | None = None,
     key: jax.Array | int | None = None,
 ) -> Preconditioner:
     """Sample with stochastic microcanonical Langevin dynamics.
@@ -52,13 +57,25 @@ def smile(
         step_size: Euclidean length of one step of the whole parameter vector, > 0. A number, or an
             Optax schedule (a function of the step count). None: `angle_tuner` chooses it.
         preconditioner: the coordinates in which the chain moves, see `Preconditioner`; None: the
-            parameters themselves. `psmile` is `smile` with a preconditioner. For the other
+            parameters themselves. `psmile` is `smile` with a preconditioner.
+        norm: of the momentum. `"spectral"`: the chain moves each matrix by a multiple of U V^T,
+            where U and V are the singular vectors of its momentum, as the optimizer Muon does. For
+            networks that are sampled at a low temperature, see `cold_temperature`: mini-batch noise
+            distorts the posterior of such a chain, so that it samples the posterior for full
+            batches only. It has neither a preconditioner nor explicit noise: pass
+            `decoherence_length=None`. The default angle of the tuner is then 0.6.
+        matrices: for `norm="spectral"`, a function of the parameters. It returns a tree like them
+            of `optax.contrib.MuonDimensionNumbers`, which say which axes are those of a matrix, and
+            None for leaves that are no matrices and move along their own momentum. None: the last
+            axis of a leaf with two or more has the columns, all others the rows. For the other
             arguments, the return value and the errors see `psmile`.
 
     Cost: one gradient per call. State: one array of the size of the parameters, and a random
     projection ("sketch") of the last gradient. The sketch is as large as a leaf of at most 1,024
-    entries, and about 1.6 % as large as a leaf of 16,384 or more. `"minimal_norm"` adds one
-    array of the size of the parameters.
+    entries, and about 1.6 % as large as a leaf of 16,384 or more. `"minimal_norm"` and
+    `norm="spectral"` each add one array of the size of the parameters. The latter also takes
+    five Newton-Schulz iterations per call, like Muon: ten products of each matrix with a square
+    one.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile

@@ -99,6 +99,8 @@ class StepEnd(NamedTuple):
         turn_rate: angle per unit length by which the gradient turns the momentum.
         cosine: between the momentum and the descent direction, before the kick.
         largest_fall: energy that the drift would have lost along the descent direction, nats.
+        turning_norm: norm of a gradient that turns the momentum by one radian per unit length if it
+            lies across it: d - 1 for a Euclidean norm.
         num_parameters: d.
     """
 
@@ -109,6 +111,7 @@ class StepEnd(NamedTuple):
     turn_rate: jax.Array
     cosine: jax.Array
     largest_fall: jax.Array
+    turning_norm: float | jax.Array
     num_parameters: int
 
 
@@ -344,7 +347,7 @@ class ChangeAverage(NamedTuple):
             The averages, and the angle per unit length by which this change turns the momentum; 0
             if it does not enter.
         """
-        unit = float(end.num_parameters - 1) ** 2
+        unit = end.turning_norm**2
         square = _tree.distance_square(sketch, self.sketch) / 2 / unit
         gradient_square = sums.whitened_square / unit
         # Smaller squares underflow: an average of 0 would give all changes the weight 0.

@@ -8,7 +8,7 @@ along u. Kicks and explicit noise z change u to a sum of u, e and z with three c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,8 @@ class MomentumState(NamedTuple):
         step_length: step size of the open step, or of the next one if none is open.
         anchor: parameters at the start of the open step; None for an integrator with a single
             drift, which can be undone with `direction`.
+        conjugate: momentum, of which `direction` is the gradient of its norm; None for a Euclidean
+            norm, for which they are the same.
     """
 
     direction: optax.Updates
@@ -72,6 +74,7 @@ class MomentumState(NamedTuple):
     drift_index: Count
     step_length: Real
     anchor: optax.Params | None
+    conjugate: optax.Updates | None = None
 
 
 class Heading(NamedTuple):
@@ -130,10 +133,12 @@ class Momentum:
     Attributes:
         scheme: the order of kicks and drifts.
         decoherence_length: of the explicit noise, > 0, `"matched"` or `"turning"`; None for none.
+        is_elementwise: whether it takes trees whose small leaves are joined.
     """
 
     scheme: Scheme
     decoherence_length: Decoherence | None = None
+    is_elementwise: ClassVar[bool] = True
 
     def heading(self, moving: jax.Array, sums: Sums) -> Heading:
         """Describe u, if the chain is moving, and e = -g / |g| by inner products of their trees."""
@@ -213,7 +218,13 @@ class Momentum:
         """Displacement of the drift that ends where a call begins; zero if no step is open."""
         return self.drift(state.direction, self._length(self.scheme.drifts, state), inverse_scale)
 
-    def close(self, state: MomentumState, sums: Sums) -> tuple[Heading, StepEnd]:
+    def pull(self, state: MomentumState, gradient: optax.Updates, sums: Sums) -> Tree:
+        """Return what `close` needs besides inner products of the trees; nothing here."""
+        return None
+
+    def close(
+        self, state: MomentumState, sums: Sums, pulled: Tree = None
+    ) -> tuple[Heading, StepEnd]:
         """Kick after the last drift, the end of a step or its middle; none if no step is open."""
         num_parameters, num_drifts = _tree.size(state.direction), len(self.scheme.drifts)
         before = self.heading(state.moving, sums)
@@ -230,6 +241,7 @@ class Momentum:
             turn_rate=turn_rate(sums, before.cosine, num_parameters),
             cosine=before.cosine,
             largest_fall=self._length(self.scheme.drifts, state) * before.gradient_norm,
+            turning_norm=float(num_parameters - 1),
             num_parameters=num_parameters,
         )
 

@@ -1,0 +1,332 @@
+"""The momentum whose norm is a sum of nuclear norms, `smile(norm="spectral")`."""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers
+from runs import refused
+
+import optax_smile
+from optax_smile.stages.integrator import SCHEMES
+from optax_smile.stages.spectral import Spectral, orthogonal
+
+SHAPES = {"w": (2, 5), "k": (3, 2, 4), "b": (3,)}
+# Of the leaf "k", whose first axis numbers matrices.
+STACKED = {"w": MuonDimensionNumbers(), "k": MuonDimensionNumbers(-1, 1), "b": None}
+POSTERIOR: dict[str, Any] = {"num_data": 1, "prior_precision": 0.0}
+MOMENTUM = Spectral(SCHEMES["leapfrog"])
+
+
+def spectral(step_size: Any = None, **given) -> Any:
+    given = {"norm": "spectral", "decoherence_length": None} | POSTERIOR | given
+    return optax_smile.smile(step_size, **given)
+
+
+def tree(seed: int = 0, shapes: Any = SHAPES, dtype: Any = np.float32) -> Any:
+    rng = np.random.default_rng(seed)
+    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+
+
+def energy(params):
+    return sum(jnp.sum(x**2 / 2 + x**4 / 10) for x in jax.tree.leaves(params))
+
+
+def steps(tx, params, number: int, potential: Any = energy) -> Any:
+    """Parameters and stats of successive calls, as one compiled program."""
+
+    def call(carry, _):
+        params, state = carry
+        value, gradient = jax.value_and_grad(potential)(params)
+        updates, state = tx.update(gradient, state, params, value=value)
+        moved = optax.apply_updates(params, updates)
+        return (moved, state), (moved, optax_smile.stats(state))
+
+    return jax.lax.scan(call, (params, tx.init(params)), None, length=number)[1]
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 4), (3, 2, 9), (1, 1, 5)])
+def test_singular_values_become_one(shape):
+    """Those above a hundredth of the norm, as an SVD makes them, also of huge matrices."""
+    with jax.enable_x64(True):
+        x = np.random.default_rng(1).normal(size=shape)
+        left, _, right = np.linalg.svd(x, full_matrices=False)
+        for factor in (1, 1e-250, 1e250):
+            np.testing.assert_allclose(orthogonal(jnp.asarray(factor * x)), left @ right, atol=1e-5)
+        spread = left * np.geomspace(1, 1e-4, shape[1]) @ right
+        found = np.linalg.svd(orthogonal(jnp.asarray(spread)), compute_uv=False)
+        assert np.all(found < 1 + 1e-5) and np.all(found > 0.01)
+
+
+def nuclear(momentum, size, matrices) -> Any:
+    """The norm by an SVD; the rows of "k" are axis 2."""
+    total = 0
+    for name, x in momentum.items():
+        if name == "k" and matrices is None:
+            x = x.reshape(6, 4)
+        if name == "b":
+            total += math.sqrt(x.size / size) * jnp.linalg.norm(x)
+        else:
+            values = jnp.linalg.svd(x, compute_uv=False)
+            total += math.sqrt(max(x.shape[-2:]) / size) * jnp.sum(values)
+    return total
+
+
+@pytest.mark.parametrize("matrices", [None, lambda params: STACKED])
+def test_the_velocity_is_the_gradient_of_the_norm(matrices):
+    with jax.enable_x64(True):
+        p, size = tree(dtype=float), 37
+        v: Any = Spectral(SCHEMES["leapfrog"], matrices=matrices).velocity(p)
+        expected = jax.grad(partial(nuclear, size=size, matrices=matrices))(p)
+        for name in p:
+            np.testing.assert_allclose(v[name], expected[name], atol=1e-5)
+        assert optax.tree.norm(v) == pytest.approx(1, abs=1e-5)
+
+
+def test_leaves_without_a_direction_stay_finite():
+    p: Any = {"zero": jnp.zeros((3, 4)), "empty": jnp.zeros((0, 3)), "row": jnp.ones((1, 4))}
+    p |= {"one": jnp.outer(jnp.arange(3.0), jnp.ones(4)), "scalar": jnp.float32(-2)}
+    v: Any = MOMENTUM.velocity(p)
+    assert not v["zero"].any() and v["empty"].shape == (0, 3) and v["scalar"] < 0
+    np.testing.assert_allclose(v["row"], np.sqrt(4 / 29) / 2 * np.ones((1, 4)), rtol=1e-5)
+    np.testing.assert_allclose(np.linalg.svd(v["one"])[1], [np.sqrt(4 / 29), 0, 0], atol=1e-5)
+    # A leaf without a gradient does not move; a first gradient of zero throws no chain out.
+    tx, params = spectral(), tree()
+    updates, state = tx.update({**params, "k": None}, tx.init(params), params)
+    assert updates["k"] is None and optax_smile.stats(state).num_parameters == 13
+    updates, state = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    assert optax.tree.norm(updates) == 0 and optax_smile.stats(state).accepted
+    updates, _ = tx.update(jax.tree.map(jnp.bfloat16, params), state, params)
+    assert 0 < optax.tree.norm(updates) < 1e-3
+
+
+def slow_steps(params, step_size, number):
+    """By singular value decompositions, with the energy that a trapezoid gives the norm."""
+    size, x = sum(x.size for x in params.values()), {k: np.array(p) for k, p in params.items()}
+
+    def gradient():
+        return {k: y + 0.4 * y**3 for k, y in x.items()}
+
+    def dot(a, b):
+        return sum(float(np.sum(a[k] * b[k])) for k in a)
+
+    def velocity(p):
+        made = {"b": np.sqrt(3 / size) * p["b"] / np.linalg.norm(p["b"])}
+        for name, shape in (("w", (2, 5)), ("k", (6, 4))):
+            left, _, right = np.linalg.svd(p[name].reshape(shape), full_matrices=False)
+            made[name] = (np.sqrt(max(shape) / size) * left @ right).reshape(p[name].shape)
+        return made
+
+    p = {k: -g for k, g in gradient().items()}
+    errors, kinetic, before = [], 0.0, float(energy(x))
+    for call in range(number):
+        if call:
+            g, v = gradient(), velocity(p)
+            a = -dot(g, v) / (size - 1)
+            tau, half = (math.expm1(a * s) / a for s in (step_size, step_size / 2))
+            p = {k: p[k] - tau / (size - 1) * g[k] for k in p}
+            b = -dot(g, velocity(p)) / (size - 1)
+            gains = [math.log(1 + a * t + (b - a) * t**2 / (2 * tau)) for t in (half, tau)]
+            closing, opening = (size - 1) * gains[0], (size - 1) * (gains[1] - gains[0])
+            errors.append(float(energy(x)) - before + kinetic + closing)
+            kinetic, before = opening, float(energy(x))
+        v = velocity(p)
+        norm = dot(p, v)
+        p, x = {k: p[k] / norm for k in p}, {k: x[k] + step_size * v[k] for k in x}
+    return x, errors
+
+
+def test_steps_and_energies_are_those_of_the_textbook():
+    with jax.enable_x64(True):
+        params = tree(dtype=float)
+        moved, stats = steps(spectral(0.3), params, 6)
+        expected, errors = slow_steps(params, 0.3, 6)
+    for name in params:
+        np.testing.assert_allclose(moved[name][-1], expected[name], atol=1e-4)
+    np.testing.assert_allclose(stats.energy_change[1:], errors, atol=1e-3)
+    assert np.max(np.abs(errors)) > 0.05
+
+
+@pytest.mark.parametrize("integrator", SCHEMES)
+def test_energy_error_falls_with_the_third_power_of_the_step_size(integrator):
+    """In the median of starts: where a singular value vanishes the norm bends sharply."""
+
+    def error(params, step_size):
+        tx = spectral(step_size, integrator=integrator)
+        stats = steps(tx, params, 30)[1]
+        square = jnp.where(stats.step_end, stats.energy_change, 0)[3:] ** 2
+        return jnp.sum(square)
+
+    with jax.enable_x64(True):
+        starts = [tree(seed, {"w": (6, 6), "v": (3, 7)}, float) for seed in range(8)]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *starts)
+        both = jax.jit(jax.vmap(jax.vmap(error, (0, None)), (None, 0)))
+        long, short = np.asarray(both(stacked, jnp.array([0.04, 0.02])))
+    assert 0.5 * np.median(np.log2(long / short)) == pytest.approx(3, abs=0.1)
+
+
+def cone(number: int) -> Any:
+    """Momenta of density exp(-||p||) for "w" and "b", by 300 Metropolis steps for the matrix."""
+    rng, weight = np.random.default_rng(0), np.sqrt([5 / 13, 3 / 13])
+
+    def norm(x):
+        return weight[0] * np.linalg.svd(x, compute_uv=False).sum(axis=-1)
+
+    w = 3 * rng.normal(size=(number, 2, 5))
+    for _ in range(300):
+        new = w + rng.normal(size=w.shape)
+        accepted = np.log(rng.uniform(size=number)) < norm(w) - norm(new)
+        w = np.where(accepted[:, None, None], new, w)
+    b = rng.normal(size=(number, 3))
+    radius = rng.gamma(3, size=(number, 1)) / weight[1]
+    return {"w": w, "b": b / np.linalg.norm(b, axis=1, keepdims=True) * radius}
+
+
+@pytest.mark.nightly
+def test_full_batches_keep_a_gaussian(number=256, redraws=400, length=40):
+    """With a momentum drawn anew every 20 steps; 13 variances within 4.5 standard errors.
+
+    Standard errors of 256 chains are .6 % of a variance: a false alarm in one of 10,000 seeds.
+    """
+    width: Any = {
+        "w": np.geomspace(0.3, 3, 13)[:10].reshape(2, 5),
+        "b": np.geomspace(0.3, 3, 13)[10:],
+    }
+    width = jax.tree.map(jnp.float32, width)
+    tx, scheme = spectral(0.4, integrator="minimal_norm"), SCHEMES["minimal_norm"]
+
+    def gradient(x):
+        return jax.tree.map(lambda a, s: a / s**2, x, width)
+
+    def kicked(p, g, time):
+        p = jax.tree.map(lambda a, b: a - time / 12 * b, p, g)
+        norm = optax.tree.vdot(p, MOMENTUM.velocity(p))
+        return jax.tree.map(lambda a: a / norm, p)
+
+    def redrawn(carry, p):
+        """From the end of a step: the kick that opens the next, by hand."""
+        x, state = carry
+        time = 0.4 * scheme.kicks[0]
+        slope = -optax.tree.vdot(gradient(x), MOMENTUM.velocity(p)) / 12
+        p = kicked(kicked(p, gradient(x), 0.0), gradient(x), time * (1 + slope * time / 2))
+        v, inner = MOMENTUM.velocity(p), state.unpack()
+        momentum = inner.dynamics.momentum._replace(conjugate=p, direction=v)
+        inner = inner._replace(dynamics=inner.dynamics._replace(momentum=momentum))
+        x = jax.tree.map(lambda a, b: a + 0.4 * scheme.drifts[0] * b, x, v)
+
+        def call(carry, _):
+            x, state = carry
+            updates, state = tx.update(gradient(x), state, x)
+            return (optax.apply_updates(x, updates), state), (x, optax_smile.stats(state).step_end)
+
+        (_, state), (seen, ends) = jax.lax.scan(call, (x, state.pack(inner)), length=length)
+        last = jax.tree.map(lambda a: a[-1], seen)
+        return (last, state), jax.tree.map(lambda a: jnp.mean(a[1::2] ** 2, axis=0), seen)
+
+    def chain(key, momenta):
+        keys = dict(zip(width, jax.random.split(key), strict=True))
+        x = jax.tree.map(lambda s, k: s * jax.random.normal(k, s.shape), width, keys)
+        _, state = tx.update(gradient(x), tx.init(x), x)
+        squares = jax.lax.scan(redrawn, (x, state), momenta)[1]
+        return jax.tree.map(lambda a, s: jnp.mean(a, axis=0) / s**2, squares, width)
+
+    momenta = jax.tree.map(
+        lambda a: jnp.float32(a.reshape(number, redraws, *a.shape[1:])), cone(number * redraws)
+    )
+    found = jax.jit(jax.vmap(chain))(jax.random.split(jax.random.key(1), number), momenta)
+    ratios = np.concatenate([np.asarray(x).reshape(number, -1) for x in found.values()], axis=1)
+    errors = ratios.std(axis=0, ddof=1) / np.sqrt(number)
+    assert errors.max() < 0.01
+    assert np.abs((ratios.mean(axis=0) - 1) / errors).max() < 4.5
+
+
+def test_a_rejected_step_is_taken_back_and_the_next_begins_at_rest():
+    tx, params = spectral(0.1), tree()
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(3):
+        start = params
+        updates, state = update(params, state, params, value=1.0)
+        params: Any = optax.apply_updates(params, updates)
+    bad = jax.tree.map(lambda x: x * jnp.nan, params)
+    updates, after = update(bad, state, params, value=1.0)
+    back: Any = optax.apply_updates(params, updates)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), back, start)
+    assert not optax_smile.stats(after).accepted
+    kept, momentum = (x.arrays.dynamics.momentum for x in (state, after))
+    jax.tree.map(np.testing.assert_array_equal, kept.conjugate, momentum.conjugate)
+    # At rest: along the velocity of minus the gradient.
+    updates, _ = update(back, after, back, value=1.0)
+    expected = MOMENTUM.velocity(jax.tree.map(jnp.negative, back))
+    close = partial(np.testing.assert_allclose, atol=1e-5)
+    jax.tree.map(close, optax.tree.scale(10.0, updates), expected)
+
+
+def test_pure_noise_turns_the_momentum_by_the_angle_of_the_tuner():
+    """Half of it, as for a Euclidean norm: the energy of a kick is the square of that, times d."""
+    params = tree(shapes={"w": (12, 20), "b": (20,)})
+
+    keys = jax.random.split(jax.random.key(0), 600)
+    for angle in (0.2, 0.6):
+        tx = spectral(tuner=optax_smile.angle_tuner(angle))
+
+        def call(carry, key, tx=tx):
+            params, state = carry
+            updates, state = tx.update(optax.tree.random_like(key, params), state, params)
+            rate = state.unpack().dynamics.evidence.turns.mean_turn_rate
+            turned = rate * optax_smile.stats(state).step_size
+            return (optax.apply_updates(params, updates), state), turned
+
+        _, turned = jax.lax.scan(call, (params, tx.init(params)), keys)
+        assert np.mean(turned[300:]) == pytest.approx(angle / 2, rel=0.1)
+
+
+def test_a_run_with_matrices_of_its_own_is_resumed_and_says_what_it_samples(tmp_path):
+    def matrices(params):
+        return {"w": MuonDimensionNumbers(1, 0), "b": None}
+
+    chains = jax.tree.map(lambda x: jnp.stack([x, -x]), tree(shapes={"w": (2, 3), "b": (3,)}))
+    tx = spectral(num_data=40, matrices=matrices)
+    given: Any = {"num_warmup": 5, "thin": 1, "key": 0, "progress": False, "check": False}
+
+    def loss(params, batch):
+        return energy(params) / 40 + 0 * jnp.sum(batch)
+
+    def run(number, directory=None):
+        batches = [np.ones((4, 1), np.float32)]
+        given["num_draws"], given["directory"] = number, directory
+        return optax_smile.sample(loss, chains, batches, tx, **given)
+
+    run(10, tmp_path)
+    resumed, whole = run(20, tmp_path), run(20)
+    for name in ("w", "b"):
+        np.testing.assert_array_equal(resumed.params[name], whole.params[name])
+    text = str(optax_smile.diagnostics.summary(whole))
+    assert "norm='spectral': not the Bayesian posterior unless" in text
+
+
+def test_what_does_not_fit_is_refused():
+    rule = r"smile\(decoherence_length=...\)` must be None .*norm='spectral', got 'matched'"
+    refused(rule, spectral, decoherence_length="matched", key=0)
+    scale = optax_smile.stages.scale.MeanSquare()
+    refused(r"smile\(preconditioner=...\)` must be None", spectral, preconditioner=scale)
+    refused(r"smile\(norm=...\)` must be .*'spectral'", spectral, norm="nuclear")
+    refused(
+        r"smile\(matrices=...\)` must be None unless", spectral, norm="euclidean", matrices=tree
+    )
+    params = tree()
+    for entry, got in (
+        (MuonDimensionNumbers(0, 2), "2 axes"),
+        (MuonDimensionNumbers(1, -1), "2 axes"),
+        (MuonDimensionNumbers((), 1), "2 axes"),
+        ("w", "'w'"),
+    ):
+        tx = spectral(matrices=lambda _, entry=entry: {**STACKED, "w": entry})
+        refused(
+            rf"smile\(matrices=...\)` must be a function .*\['w'\], got .*{got}", tx.init, params
+        )
+    refused("that returns a tree of the structure", spectral(matrices=lambda _: {}).init, params)
