@@ -56,6 +56,19 @@ DEFECTS = r"""
 = isotropic part added without taking it from the measured one | scale_is_that_of_the_formula
 - (1 - isotropic_weight) / jnp.where(noisy, mean, 1)
 + 1 / jnp.where(noisy, mean, 1)
+# stages/spectral.py | test_spectral.py
+= a kick that does not lengthen its own time | textbook
+- jnp.expm1(exponent) / jnp.where(is_zero, 1, exponent)
++ jnp.ones_like(exponent)
+= matrices of all shapes weigh alike | velocity_is
+- math.sqrt(max(shape) / size)
++ math.sqrt(1 / len(leaves))
+= a rejected call changes the momentum | rejected
+- optax.tree.where(reject, state.conjugate, heading.momentum)
++ heading.momentum
+= the norm of a gradient is Euclidean | pure_noise
+- jnp.where(is_evident, jnp.sqrt(bend), 0)
++ jnp.zeros_like(bend)
 # stages/integrator.py | test_momentum.py
 = kick uphill | kick_is_that
 - cosine = -sums.direction_dot_whitened
@@ -152,8 +165,8 @@ DEFECTS = r"""
 + return data, noise_key
 # samplers/_microcanonical.py | test_momentum.py
 = psmile without its noise | right_angle
-- Momentum(SCHEMES[arguments["integrator"]], length)
-+ Momentum(SCHEMES[arguments["integrator"]], None)
+- return Momentum(scheme, length)
++ return Momentum(scheme, None)
 # potential.py | test_contract.py
 = a prior per leaf hinders Optax's maps over states | maps_over_states
 - if not jax.tree.leaves(params):

@@ -19,7 +19,7 @@ from optax_smile._warn import warn
 from optax_smile.samplers import _transformation
 from optax_smile.samplers._chain import ChainState
 from optax_smile.samplers._transformation import Arguments, Call, Dynamics, Maker
-from optax_smile.stages import evidence, probe, rejection, scale, spectral
+from optax_smile.stages import evidence, probe, rejection, scale
 from optax_smile.stages.evidence import EvidenceState
 from optax_smile.stages.integrator import (
     SCHEMES,
@@ -28,12 +28,11 @@ from optax_smile.stages.integrator import (
     Momentum,
     MomentumState,
     Noise,
-    Scheme,
     step_start,
 )
 from optax_smile.stages.scale import Preconditioner
 from optax_smile.stages.spectral import Norm, Spectral
-from optax_smile.stages.step_size import ANGLE, Tuner, choose
+from optax_smile.stages.step_size import Tuner, choose
 
 CONSTRAINTS = {
     "step_size": _check.STEP_SIZE | None,
@@ -279,17 +278,11 @@ class Microcanonical(Dynamics):
 
 
 def _assemble(name: str, preconditioner: Preconditioner, arguments: Options) -> Microcanonical:
-    length, step_size = arguments.get("decoherence_length"), arguments["step_size"]
+    momentum = _momentum(name, preconditioner, arguments)
+    length, step_size = momentum.decoherence_length, arguments["step_size"]
     purpose = "because `decoherence_length` is not None"
     seed = _check.Key(length is not None, purpose)(name, "key", arguments.get("key"))
-    scheme = SCHEMES[arguments["integrator"]]
-    momentum, angle = Momentum(scheme, length), ANGLE
-    if arguments.get("norm") == "spectral":
-        angle = spectral.ANGLE
-        momentum = _spectral(name, scheme, preconditioner, arguments)
-    elif arguments.get("matrices") is not None:
-        _check.fail(name, "matrices", "None unless `norm` is 'spectral'", arguments["matrices"])
-    tuner = choose(name, arguments.get("tuner"), step_size, angle)
+    tuner = choose(name, arguments.get("tuner"), step_size, momentum.angle)
     return Microcanonical(
         name=name,
         posterior=_transformation.posterior_of(name, arguments),
@@ -303,19 +296,21 @@ def _assemble(name: str, preconditioner: Preconditioner, arguments: Options) -> 
     )
 
 
-def _spectral(
-    name: str, scheme: Scheme, preconditioner: Preconditioner, arguments: Options
-) -> Spectral:
-    """Make the momentum that moves matrices as matrices; it has neither a scale nor noise."""
-    for argument, value, is_none in (
-        ("decoherence_length", arguments["decoherence_length"], None),
-        ("preconditioner", preconditioner, type(preconditioner) is Preconditioner),
-    ):
-        if not (value is None if is_none is None else is_none):
-            rule = "None together with norm='spectral'"
-            advice = "That norm knows neither isotropic noise nor a scale of single parameters."
-            _check.fail(name, argument, rule, repr(value), advice)
-    return Spectral(scheme, where=name, matrices=arguments.get("matrices"))
+def _momentum(name: str, preconditioner: Preconditioner, arguments: Options) -> Momentum:
+    scheme, length = SCHEMES[arguments["integrator"]], arguments.get("decoherence_length")
+    matrices = arguments.get("matrices")
+    if arguments.get("norm") != "spectral":
+        if matrices is not None:
+            _check.fail(name, "matrices", "None unless norm='spectral'", _check.show(matrices))
+        return Momentum(scheme, length)
+    rule = "None together with norm='spectral'"
+    if length is not None:
+        advice = "Isotropic noise would change what a chain with that norm samples."
+        _check.fail(name, "decoherence_length", rule, repr(length), advice)
+    if type(preconditioner) is not Preconditioner:
+        advice = "A scale of single parameters would change the singular vectors."
+        _check.fail(name, "preconditioner", rule, preconditioner, advice)
+    return Spectral(scheme, where=name, matrices=matrices)
 
 
 def sampler(

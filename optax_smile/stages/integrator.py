@@ -134,11 +134,13 @@ class Momentum:
         scheme: the order of kicks and drifts.
         decoherence_length: of the explicit noise, > 0, `"matched"` or `"turning"`; None for none.
         is_elementwise: whether it takes trees whose small leaves are joined.
+        angle: that of the default tuner; None: that of `angle_tuner`.
     """
 
     scheme: Scheme
     decoherence_length: Decoherence | None = None
     is_elementwise: ClassVar[bool] = True
+    angle: ClassVar[float | None] = None
 
     def heading(self, moving: jax.Array, sums: Sums) -> Heading:
         """Describe u, if the chain is moving, and e = -g / |g| by inner products of their trees."""

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AxisType
 from optax.contrib import MuonDimensionNumbers
 
 from optax_smile import _check, _tree
@@ -25,8 +26,6 @@ from optax_smile._types import Tree, Unchecked
 from optax_smile.stages.evidence import StepEnd, Sums
 from optax_smile.stages.integrator import Momentum, MomentumState
 
-# Of the default tuner; half of it for gradients that are noise.
-ANGLE = 0.6
 Norm = Literal["euclidean", "spectral"]
 # Quintic polynomials a s + b s^3 + c s^5, one after the other, take a singular value s of a matrix
 # of Frobenius norm 1 to 1: those between .01 and 1 within 3e-6, smaller ones to less. Each is the
@@ -75,6 +74,8 @@ class Spectral(Momentum):
     """
 
     is_elementwise = False
+    # Half of it for gradients that are noise.
+    angle = 0.6
     where: str = ""
     matrices: Callable[[optax.Params], Tree] | None = None
 
@@ -183,6 +184,7 @@ class Spectral(Momentum):
             if axes is None:
                 found[index] = math.sqrt(leaf.size / size) * _unit(leaf)
             elif leaf.size:
+                self._require_whole(leaf)
                 matrices = _matrices(leaf, axes)
                 stacks[matrices.shape[1:], leaf.dtype].append((index, axes, matrices))
             else:
@@ -198,6 +200,14 @@ class Spectral(Momentum):
                 back = jax.linear_transpose(lambda x, axes=axes: _matrices(x, axes), leaves[index])
                 (found[index],) = back(part)
         return jax.tree.unflatten(structure, found)
+
+    def _require_whole(self, leaf: jax.Array):
+        """Refuse a sharding of which JAX wants to be told what the products have."""
+        sharding = jax.typeof(leaf).sharding
+        if any(sharding.spec) and AxisType.Explicit in sharding.mesh.axis_types:
+            rule = "a tree whose matrices are not sharded over explicit axes, with norm='spectral'"
+            advice = "Make the mesh with `AxisType.Auto`."
+            _check.fail(self.where, "params", rule, sharding.spec, advice)
 
     def _numbers(self, tree: Tree) -> list[Axes | None]:
         """Find the axes of rows and of columns of each leaf; None for one that is no matrix."""

@@ -282,11 +282,11 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
 
 
 def choose(
-    where: str, tuner: Tuner | None, step_size: StepSize | None, angle: float = ANGLE
+    where: str, tuner: Tuner | None, step_size: StepSize | None, angle: float | None = None
 ) -> Tuner:
     """Return the tuner for the arguments `tuner` and `step_size` of a sampler."""
     if tuner is None:
-        return angle_tuner(angle) if step_size is None else Fixed()
+        return angle_tuner(angle or ANGLE) if step_size is None else Fixed()
     if tuner.sets_step_size and step_size is not None:
         rule = "None or a tuner such as `quantile_tuner(...)` if `step_size` is given"
         advice = "This tuner chooses the step size itself: leave out `tuner` or `step_size`."
