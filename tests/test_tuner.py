@@ -287,7 +287,7 @@ def test_average_of_the_angle_tuner_stays_after_adapt_steps():
 class Moved(NamedTuple):
     is_end: bool
     opens_step: bool
-    num_parameters: int = 4
+    turning_norm: float = 3
 
 
 def test_changes_are_between_step_ends_that_are_kept():
