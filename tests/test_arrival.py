@@ -11,7 +11,7 @@ from runs import follow
 import optax_smile
 
 pytestmark = pytest.mark.slow
-# Its fixture as well.
+# Slow tests compile with optimizations; this also applies to their fixture.
 OPTIMIZED = True
 NUM_DATA, NUM_BATCHES, NUM_CHAINS, NUM_GRADIENTS = 500, 5, 8, 4000
 FEATURES = jnp.concatenate(

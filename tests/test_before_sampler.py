@@ -38,7 +38,7 @@ WRONG: dict[str, Any] = {
 }
 
 
-# Of all that follows the others are nightly.
+# The other cases of this file are nightly.
 FAST = "multiplied by -0.001", "with another direction", "accumulated"
 
 

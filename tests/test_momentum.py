@@ -198,7 +198,7 @@ def test_a_subclass_replaces_kick_drift_and_kinetic_energy():
     state = base.init(u, jnp.float32(0.5))._replace(
         direction=u, moving=jnp.array(True), drift_index=jnp.int32(2)
     )
-    closed, end = half.close(state, sums_of(u, g))
+    closed, end = half.close(state, sums_of(u, g), None)
     opened, gained = half.open(end, closed, state.step_length)
     kick = FIRST_KICK * 0.5 * 5
     np.testing.assert_allclose([end.kinetic_change, gained], [kick, kick], rtol=1e-6)

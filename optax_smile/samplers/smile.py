@@ -64,11 +64,12 @@ def smile(
             distorts the posterior of such a chain, so that it samples the posterior for full
             batches only. It has neither a preconditioner nor explicit noise: pass
             `decoherence_length=None`. The default angle of the tuner is then 0.6.
-        matrices: for `norm="spectral"`, a function of the parameters. It returns a tree like them
-            of `optax.contrib.MuonDimensionNumbers`, which say which axes are those of a matrix, and
-            None for leaves that are no matrices and move along their own momentum. None: the last
-            axis of a leaf with two or more has the columns, all others the rows. For the other
-            arguments, the return value and the errors see `psmile`.
+        matrices: for `norm="spectral"`, a function of a tree like the parameters. It returns such a
+            tree of `optax.contrib.MuonDimensionNumbers`, the axes of rows and columns, and of None
+            for leaves that are no matrices; these move along their own momentum. None: the last
+            axis of a leaf with at least two axes has the columns, all others the rows.
+
+            For the other arguments, the return value and the errors see `psmile`.
 
     Cost: one gradient per call. State: one array of the size of the parameters, and a random
     projection ("sketch") of the last gradient. The sketch is as large as a leaf of at most 1,024

@@ -126,9 +126,9 @@ class Momentum:
     - `kinetic_change` is the energy that a kick adds. For short lengths it is the length times the
       energy that a drift of unit length loses, so that the exact dynamics conserve the total.
 
-    `heading` says what `kick` and `kinetic_change` start from. It knows Euclidean products, and
-    the noise of `diffuse` and the norms in `turn` are Euclidean: a norm whose steepest descent is
-    not along the gradient needs more.
+    `heading` says what `kick` and `kinetic_change` start from. Its products, the noise of `diffuse`
+    and the norms in `turn` are Euclidean. For a norm whose steepest descent is not along the
+    gradient see `spectral.Spectral`, which has a `pull` in place of these methods.
 
     Attributes:
         scheme: the order of kicks and drifts.
@@ -224,9 +224,7 @@ class Momentum:
         """Return what `close` needs besides inner products of the trees; nothing here."""
         return None
 
-    def close(
-        self, state: MomentumState, sums: Sums, pulled: Tree = None
-    ) -> tuple[Heading, StepEnd]:
+    def close(self, state: MomentumState, sums: Sums, pulled: Tree) -> tuple[Heading, StepEnd]:
         """Kick after the last drift, the end of a step or its middle; none if no step is open."""
         num_parameters, num_drifts = _tree.size(state.direction), len(self.scheme.drifts)
         before = self.heading(state.moving, sums)

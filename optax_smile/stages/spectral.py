@@ -38,9 +38,10 @@ POLYNOMIALS = (
     (1.9562, -1.3375, 0.3838),
     (1.8751, -1.2501, 0.3750),
 )
-# Kicks that would change a Euclidean momentum by less show nothing but rounding of the velocity.
+# Angle, in radians, of the smallest kick that shows in the velocity: the change after a smaller one
+# is mostly rounding.
 SMALLEST_KICK = 1e-2
-# exp of it is the most by which a kick lengthens the momentum.
+# Most by which a kick raises the log of the momentum's norm.
 LARGEST_GROWTH = 30.0
 
 
@@ -81,7 +82,7 @@ class Spectral(Momentum):
 
     def init(self, params: optax.Params, step_length: jax.Array) -> MomentumState:
         """Start at rest; `direction` is the velocity."""
-        self._numbers(params)
+        self._axes(params)
         zeros = jax.tree.map(jnp.zeros_like, params)
         return super().init(params, step_length)._replace(conjugate=zeros)
 
@@ -94,9 +95,9 @@ class Spectral(Momentum):
 
             tau = (exp(a s) - 1) / a,    f(t) = 1 + a t + (b - a) t^2 / (2 tau)
 
-        to second order in s, and to all orders if g is along p. Slopes are work that is done by v:
-        an inexact v leaves the energy its sense, the norm <p, v> would not. Where the chain is at
-        rest, p becomes -g.
+        to second order in s, and to all orders if g is along p. The slopes are the work that drifts
+        along v do, so that the energy stays conserved where v is inexact. With f = <p, v> it would
+        not. Where the chain is at rest, p becomes -g.
         """
         num_drifts, rest = len(self.scheme.drifts), _tree.size(state.direction) - 1
         closing = self._length(self.scheme.kicks[1:], state)
@@ -137,12 +138,9 @@ class Spectral(Momentum):
             turn_rate=jnp.where(is_evident, jnp.sqrt(bend), 0),
         )
 
-    def close(
-        self, state: MomentumState, sums: Sums, pulled: Pulled | None = None
-    ) -> tuple[Tree, StepEnd]:
-        """Close a step by a part of the kick that is done."""
-        assert pulled is not None
-        _, end = super().close(state, sums)
+    def close(self, state: MomentumState, sums: Sums, pulled: Pulled) -> tuple[Pulled, StepEnd]:
+        """Describe the part of the kick that closes the step."""
+        _, end = super().close(state, sums, pulled)
         is_known = pulled.turn_rate > 0
         turn_rate = jnp.where(is_known, pulled.turn_rate, end.turn_rate)
         norm = jnp.sqrt(sums.whitened_square) / jnp.where(is_known, pulled.turn_rate, 1)
@@ -152,12 +150,14 @@ class Spectral(Momentum):
             turning_norm=jnp.where(is_known, norm, end.turning_norm),
         )
 
-    def diffuse(self, end: StepEnd, heading: Tree, *given: Unchecked) -> Tree:
+    def diffuse(self, end: StepEnd, heading: Pulled, *given: Unchecked) -> Pulled:
         """Add no noise: that of a sphere would not keep the cone measure of another norm."""
         return heading
 
-    def open(self, end: StepEnd, heading: Tree, step_length: jax.Array) -> tuple[Tree, jax.Array]:
-        """Return the energy of the rest of the kick."""
+    def open(
+        self, end: StepEnd, heading: Pulled, step_length: jax.Array
+    ) -> tuple[Pulled, jax.Array]:
+        """Return the energy of the part of the kick that opens the next step."""
         change = heading.growth - heading.closing_growth
         return heading, (end.num_parameters - 1) * change
 
@@ -170,7 +170,7 @@ class Spectral(Momentum):
         return after._replace(conjugate=kept)
 
     def turn(
-        self, direction: Tree, heading: Tree, whitened: Tree, noise: Tree | None
+        self, direction: Tree, heading: Pulled, whitened: Tree, noise: Tree | None
     ) -> optax.Updates:
         """Return the new velocity."""
         return heading.velocity
@@ -180,15 +180,13 @@ class Spectral(Momentum):
         size, stacks = _tree.size(momentum), defaultdict(list)
         leaves, structure = jax.tree.flatten(momentum)
         found: list[Tree] = [None] * len(leaves)
-        for index, (leaf, axes) in enumerate(zip(leaves, self._numbers(momentum), strict=True)):
-            if axes is None:
+        for index, (leaf, axes) in enumerate(zip(leaves, self._axes(momentum), strict=True)):
+            if axes is None or not leaf.size:
                 found[index] = math.sqrt(leaf.size / size) * _unit(leaf)
-            elif leaf.size:
+            else:
                 self._require_whole(leaf)
                 matrices = _matrices(leaf, axes)
                 stacks[matrices.shape[1:], leaf.dtype].append((index, axes, matrices))
-            else:
-                found[index] = leaf
         for (shape, _), group in stacks.items():
             weight = math.sqrt(max(shape) / size)
             done = weight * orthogonal(jnp.concatenate([x for *_, x in group]))
@@ -202,19 +200,23 @@ class Spectral(Momentum):
         return jax.tree.unflatten(structure, found)
 
     def _require_whole(self, leaf: jax.Array):
-        """Refuse a sharding of which JAX wants to be told what the products have."""
+        """Refuse explicit axes, for which every product needs a sharding of its own."""
         sharding = jax.typeof(leaf).sharding
         if any(sharding.spec) and AxisType.Explicit in sharding.mesh.axis_types:
             rule = "a tree whose matrices are not sharded over explicit axes, with norm='spectral'"
             advice = "Make the mesh with `AxisType.Auto`."
             _check.fail(self.where, "params", rule, sharding.spec, advice)
 
-    def _numbers(self, tree: Tree) -> list[Axes | None]:
+    def _axes(self, tree: Tree) -> list[Axes | None]:
         """Find the axes of rows and of columns of each leaf; None for one that is no matrix."""
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         if self.matrices is None:
             return [_by_default(leaf) for _, leaf in leaves]
-        chosen, is_entry = self.matrices(tree), lambda x: x is None or isinstance(x, Entry)
+
+        def is_entry(node: Unchecked) -> bool:
+            return node is None or isinstance(node, MuonDimensionNumbers)
+
+        chosen = self.matrices(tree)
         entries = jax.tree.leaves(chosen, is_leaf=is_entry)
         expected = jax.tree.structure(tree, is_leaf=lambda x: x is None)
         if jax.tree.structure(chosen, is_leaf=is_entry) != expected:
@@ -223,12 +225,11 @@ class Spectral(Momentum):
         nodes = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
         entries = [x for x, node in zip(entries, nodes, strict=True) if node is not None]
         return [
-            _axes(self.where, entry, jax.tree_util.keystr(path), leaf)
+            _checked(self.where, entry, jax.tree_util.keystr(path), leaf)
             for entry, (path, leaf) in zip(entries, leaves, strict=True)
         ]
 
 
-Entry = MuonDimensionNumbers
 # Axes of the rows and of the columns of matrices in a leaf; others number the matrices.
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -238,12 +239,12 @@ def _by_default(leaf: jax.Array) -> Axes | None:
     return None if leaf.ndim < 2 else (tuple(range(leaf.ndim - 1)), (leaf.ndim - 1,))
 
 
-def _axes(where: str, entry: Unchecked, place: str, leaf: jax.Array) -> Axes | None:
-    """Check what a function of the user says of a leaf."""
+def _checked(where: str, entry: Unchecked, place: str, leaf: jax.Array) -> Axes | None:
+    """Check what the user's function says of a leaf, and count axes from the first."""
     if entry is None:
         return None
     rule = f"a function that gives None or MuonDimensionNumbers of different axes at {place}"
-    if not isinstance(entry, Entry):
+    if not isinstance(entry, MuonDimensionNumbers):
         _check.fail(where, "matrices", rule, _check.show(entry))
     both = [tuple(x) if isinstance(x, Sequence) else (x,) for x in entry]
     fit = all(isinstance(x, int) and -leaf.ndim <= x < leaf.ndim for x in both[0] + both[1])
