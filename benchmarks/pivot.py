@@ -135,13 +135,15 @@ class Pick(NamedTuple):
         where: fields and their values, see `matches`.
         source: file; the first of the table, and only there its filter counts.
         best: field at whose best value records are taken: of those with the most records that with
-            the highest mean LPPD.
+            the highest mean score.
+        score: path of that score.
         last: field of which only the last record of each value is taken.
     """
 
     where: Mapping[str, Any] = {}
     source: str = ""
     best: str = ""
+    score: str = "lppd"
     last: str = ""
 
 
@@ -182,7 +184,8 @@ class View:
             groups = _grouped(found, pick.best).values()
             most = max(map(len, groups))
             complete = (group for group in groups if len(group) == most)
-            found = max(complete, key=lambda of: statistics.fmean(r["lppd"] for r in of))
+            mean_score = lambda of: statistics.fmean(look(r, pick.score)[0] for r in of)  # noqa: E731
+            found = max(complete, key=mean_score)
         if pick.last:
             found = [group[-1] for group in _grouped(found, pick.last).values()]
         self.used |= {id(record): record for record in found}

@@ -149,6 +149,48 @@ def seconds(view: View) -> str:
     return number(fmean(known), ".0f") if known else "resumed"
 
 
+# Every method at the setting that validation data choose, and the same for its rivals.
+TRAINED_ON = {"checkpoints": "AdamW trains on", "muon": "Muon trains on", "spectral": "spectral"}
+MATRICES = (ENSEMBLE, "checkpoints", "muon", OURS, "spectral")
+
+
+def at_chosen(view: View, rival: str = "") -> Pick:
+    """Records of the row or a rival at the setting with the best validation LPPD."""
+    method = rival or view.scope["method"]
+    return Pick({"method": method}, best="options", score="valid_lppd")
+
+
+def of_chosen(path: str, digits: int = 4) -> Cell:
+    """Mean ± standard error over seeds."""
+    return lambda view: mean_error(view.values(path, at_chosen(view)), digits)
+
+
+def over(rival: str, path: str = "lppd") -> Cell:
+    """Difference from a rival; its error is over seeds, or over parts of the data of one or two."""
+
+    def cell(view: View) -> str:
+        both = at_chosen(view, rival), at_chosen(view)
+        gaps = view.gaps(path, *both)
+        if view.scope["method"] in (rival, ENSEMBLE) or not gaps:
+            return ""
+        if len(gaps) > 2 or path != "lppd":
+            return mean_error(gaps, 4, "+")
+        ours, theirs = (view.values("parts", pick) for pick in both[::-1])
+        parts = [fmean(of) for of in zip(*ours, strict=True)]
+        before = [fmean(of) for of in zip(*theirs, strict=True)]
+        return mean_error([a - b for a, b in zip(parts, before, strict=True)], 4, "+")
+
+    return cell
+
+
+def setting(view: View) -> str:
+    """A method and the setting that validation data chose."""
+    options = {"options": view.records(at_chosen(view))[0]["cell"]["options"]}
+    method = view.scope["method"]
+    chosen = listed(View(view.files, {}, options))
+    return ", ".join(filter(None, [TRAINED_ON.get(method, method), chosen]))
+
+
 def at_end(view: View, name: str, digits: int) -> str:
     """What was seen at the longest budget of a run of the ladder."""
     record = view.records()[0]
@@ -473,6 +515,28 @@ TABLES: dict[str, Table] = {
         *((name, mean(x, 4)) for name, x in SCORES.items()),
         ("one chain", mean("single.lppd", 4, error=False)),
         *under("seconds, MiB", seconds, stat("chains.*.peak_mib", max, ".0f")),
+    ),
+    "matrices": Table(
+        "networks",
+        found("task", "form", "method", task=NAMES, method=MATRICES),
+        {"valid_lppd": lambda x: x is not None, "form": lambda x: x.startswith("small")},
+    ).shows(
+        ("network", lambda view: NAMES[view.first("task")]),
+        ("method, setting by validation data", setting),
+        ("LPPD", of_chosen("lppd")),
+        *under("over AdamW, over Muon", over("checkpoints"), over("muon")),
+        ("accuracy", of_chosen("accuracy")),
+        *under(
+            "ECE after a temperature, over Muon",
+            of_chosen("calibrated_ece"),
+            over("muon", "calibrated_ece"),
+        ),
+        *under("AUROC foreign, over Muon", of_chosen("ood_auroc"), over("muon", "ood_auroc")),
+        (
+            "one chain",
+            lambda view: number(fmean(view.values("single.lppd", at_chosen(view))), ".4f"),
+        ),
+        ("seeds", lambda view: f"{len(view.records(at_chosen(view)))}"),
     ),
     "ladder": Table(
         "ladder", found("size", "prior", size=("1e4", "1e5", "1e6", "1e7"), prior=ON_LADDER)

@@ -1,6 +1,6 @@
-"""Rivals of the samplers that `compare.py` needs: SWAG, IVON, MC dropout, last-layer Laplace.
+"""Rivals of the samplers that `compare.py` needs: Muon, SWAG, IVON, MC dropout, Laplace.
 
-Each gives draws for `optax_smile.predict`.
+All but Muon give draws for `optax_smile.predict`.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,6 +13,28 @@ import optax
 from scipy import linalg
 
 import optax_smile
+
+
+def muon(learning_rate: float, weight_decay: float) -> optax.GradientTransformation:
+    """Train every array of two or more axes with Muon, the last one its columns.
+
+    AdamW trains the others, at the rate 1e-3.
+    """
+
+    def matrices(params: Any) -> Any:
+        def axes(x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+            last = x.ndim - 1
+            both = tuple(range(last)), last
+            return optax.contrib.MuonDimensionNumbers(*both) if last > 0 else None
+
+        return jax.tree.map(axes, params)
+
+    return optax.contrib.muon(
+        learning_rate,
+        weight_decay=weight_decay,
+        adam_learning_rate=1e-3,
+        muon_weight_dimension_numbers=matrices,
+    )
 
 
 @jax.jit

@@ -1,4 +1,4 @@
-"""Baselines of `networks.py` that continue training: checkpoints, SWAG, fast geometric ensembles.
+"""Baselines of `networks.py` that continue training: checkpoints of AdamW or Muon, SWAG, FGE.
 
 Each is `name(run, options)`, with the numbers that differ from the method's `DEFAULTS` as options.
 It returns draws to predict with: `Snapshots` of one chain, whose `settings` have the name and the
@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import rivals
 from experiment import Experiment, Settings, draw
-from rivals import swag_draws
 
 import optax_smile
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     # LeNet's warm start, for every network; others were trained with other settings.
     "checkpoints": {"learning_rate": 1e-3, "weight_decay": 0.02},
+    # Its rate is that of matrices; AdamW trains the other parameters at 1e-3.
+    "muon": {"learning_rate": 2e-3, "weight_decay": 0.02},
     # Moments of the checkpoints above.
     "swag": {"learning_rate": 1e-3, "weight_decay": 0.02, "rank": 20},
     # Cycles of `thin` steps, from the rate to a tenth of it.
@@ -54,7 +56,16 @@ def checkpoints(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
     Options: `learning_rate` and `weight_decay` of `optax.adamw`.
     """
     chosen = _chosen("checkpoints", options)
-    return _snapshots("checkpoints", chosen, run.start, _train_on(run, **chosen))
+    return _snapshots("checkpoints", chosen, run.start, _train_on(run, optax.adamw(**chosen)))
+
+
+def muon(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
+    """Continue with Muon at a constant rate; keep weights as `checkpoints` does.
+
+    Options: `learning_rate` and `weight_decay` of `optax.contrib.muon`.
+    """
+    chosen = _chosen("muon", options)
+    return _snapshots("muon", chosen, run.start, _train_on(run, rivals.muon(**chosen)))
 
 
 def fge(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
@@ -72,7 +83,7 @@ def fge(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
         phase = (count + offset) % thin / thin
         return chosen["learning_rate"] * (0.1 + 0.9 * jnp.abs(1 - 2 * phase))
 
-    draws = _train_on(run, rate, chosen["weight_decay"])
+    draws = _train_on(run, optax.adamw(rate, weight_decay=chosen["weight_decay"]))
     return _snapshots("fge", chosen, run.start, draws)
 
 
@@ -88,23 +99,21 @@ def swag(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
     deviations from the final mean in place of the running one.
     """
     chosen = _chosen("swag", options)
-    visited = _train_on(run, chosen["learning_rate"], chosen["weight_decay"])
+    rates = {name: chosen[name] for name in DEFAULTS["checkpoints"]}
+    visited = _train_on(run, optax.adamw(**rates))
     random = np.random.default_rng(run.seed)
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *visited)
-    drawn = swag_draws(stacked, run.settings.num_draws, chosen["rank"], random)
+    drawn = rivals.swag_draws(stacked, run.settings.num_draws, chosen["rank"], random)
     draws = [jax.tree.map(lambda x, i=i: x[i], drawn) for i in range(run.settings.num_draws)]
     return _snapshots("swag", chosen, run.start, draws)
 
 
-METHODS = {"checkpoints": checkpoints, "swag": swag, "fge": fge}
+METHODS = {"checkpoints": checkpoints, "muon": muon, "swag": swag, "fge": fge}
 
 
-def _train_on(
-    run: Run, learning_rate: optax.ScalarOrSchedule, weight_decay: float
-) -> Sequence[Any]:
+def _train_on(run: Run, optimizer: optax.GradientTransformation) -> Sequence[Any]:
     """Weights where a sampler would make draws. Moments begin at zero: a warm start keeps none."""
     task, settings, start, seed, directory = run
-    optimizer = optax.adamw(learning_rate, weight_decay=weight_decay)
     kept: dict[str, Any] = {"directory": directory, "check": False, "progress": False}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`sample`: `sampler` is an optimizer")

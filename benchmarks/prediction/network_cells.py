@@ -61,6 +61,9 @@ CHECKPOINTS: Methods = [
     *(("checkpoints", {"learning_rate": rate}) for rate in (5e-4, 2e-3, 4e-3)),
 ]
 OTHERS: Methods = [*CHECKPOINTS, ("swag", {}), ("fge", {})]
+# Matrices as matrices: by an optimizer, and by a sampler at half, once and twice its temperature.
+MATRICES: Methods = [("muon", {"learning_rate": rate}) for rate in (1e-3, 2e-3, 4e-3, 8e-3)]
+MATRICES += [("spectral", {"excess": excess}) for excess in (0.04, 0.08, 0.16)]
 PAPERS = tuple(f"{name} published" for name in ("smile_naive", "psmile_naive", "smile", "psmile"))
 CYCLES = [
     ("cyclical_sgld", {"step_size": step, "num_cycles": 4}) for step in (1e-6, 5e-7, 1e-7, 5e-8)
@@ -74,6 +77,7 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
             *OURS,
             *ANGLES,
             *OTHERS,
+            *MATRICES,
             *(cell for method in (*PAPERS, "scale_adapted_sghmc") for cell in at(method, GRID)),
             *at("sgld", (1e-6, 1e-5)),
             *CYCLES[::2],
@@ -86,6 +90,7 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
         [
             *OURS,
             *CHECKPOINTS,
+            *MATRICES,
             *at("psmile published", GRID),
             *at("smile_naive", GRID),
             *CYCLES[1:],
@@ -131,6 +136,8 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
             *OURS,
             *ANGLES,
             *CHECKPOINTS,
+            *MATRICES,
+            ("psmile", {"temperature": "hot", "angle": 0.6, "decoherence_length": None}),
             *(
                 cell
                 for method in ("scale_adapted_sghmc", "smile published", "psmile published")

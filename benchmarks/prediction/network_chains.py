@@ -89,11 +89,13 @@ def make_sampler(
     if "allowed" in options:
         del options["allowed"]
         options |= around(cell, settings, work)
-    if options.get("temperature") == "auto":
-        one = jax.tree.map(lambda x: x[0], start)
-        options["temperature"] = optax_smile.cold_temperature(common["num_data"], one)
+    if "excess" in options or options.get("temperature") == "auto":
+        one, excess = jax.tree.map(lambda x: x[0], start), options.pop("excess", 0.08)
+        options["temperature"] = optax_smile.cold_temperature(common["num_data"], one, excess)
     if "angle" in options:
         options["tuner"] = optax_smile.angle_tuner(options.pop("angle"))
+    if method == "spectral":
+        return samplers.build("smile_naive", norm="spectral", **options, **common)
     if method == "cyclical_sgld":
         options["total_steps"] = num_steps
     if method == "scale_adapted_sghmc":

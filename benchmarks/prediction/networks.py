@@ -39,6 +39,10 @@ def averaged(chains: list[np.ndarray]) -> np.ndarray:
     return logsumexp(np.stack(chains), axis=0) - np.log(len(chains))
 
 
+# Parts of the test data whose scores are kept, for errors of differences between methods.
+NUM_PARTS = 100
+
+
 def scores(task: Experiment, chains: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
     """Of the average of chains."""
     logs = averaged([chain["test"] for chain in chains])
@@ -80,7 +84,9 @@ def run_cell(cell: records.Cell, settings: Settings, work: Path) -> records.Reco
     alone = [scores(task, [chain]) for chain in chains]
     result = [json.loads(str(chain["told"])) for chain in chains]
     single = {name: float(np.mean([x[name] for x in alone])) for name in alone[0]}
-    return scores(task, chains) | {"single": single, "chains": result}
+    density = averaged([chain["density"] for chain in chains])
+    parts = [round(float(x.mean()), 5) for x in np.array_split(density, NUM_PARTS)]
+    return scores(task, chains) | {"parts": parts, "single": single, "chains": result}
 
 
 def main():
