@@ -107,7 +107,7 @@ def lost(view: View, pick: Pick = BEST) -> str:
 
 # Networks on images and text, and the ladder of sizes.
 NAMES = {"lenet": "LeNet", "resnet7": "ResNet-7", "resnet18": "ResNet-18", "vit": "ViT"}
-NAMES["nanogpt"] = "GPT"
+NAMES |= {"nanogpt": "GPT", "perceptron": "perceptron"}
 SCORES = {"LPPD": "lppd", "accuracy": "accuracy", "ECE": "ece", "AUROC, foreign": "ood_auroc"}
 VARIANTS = {"": "", "allowed": ", around the start", "angle temperature": ", cold"}
 START = Pick({"method": ENSEMBLE, "options": {}})
@@ -521,7 +521,7 @@ TABLES: dict[str, Table] = {
         found("task", "form", "method", task=NAMES, method=MATRICES),
         {"valid_lppd": lambda x: x is not None, "form": lambda x: x.startswith("small")},
     ).shows(
-        ("network", lambda view: NAMES[view.first("task")]),
+        ("network", named),
         ("method, setting by validation data", setting),
         ("LPPD", of_chosen("lppd")),
         *under("over AdamW, over Muon", over("checkpoints"), over("muon")),

@@ -47,6 +47,7 @@ class Settings:
     step_size: float | None = None
     test_batch_size: int = 500
     num_letters: int = 400
+    steps_per_dispatch: int = 1
     seed: int = 0
 
 
@@ -145,6 +146,7 @@ def draw(
         num_warmup=settings.num_warmup,
         num_draws=settings.num_draws,
         thin=settings.thin,
+        steps_per_dispatch=settings.steps_per_dispatch,
         key=jax.random.key(seed),
         **options,
     )

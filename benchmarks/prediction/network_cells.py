@@ -13,23 +13,27 @@ from experiment import Settings
 
 Methods = list[tuple[str, dict[str, Any]]]
 SCRIPTS = {
+    "perceptron": lenet,
     "lenet": lenet,
     "resnet7": resnet,
     "resnet18": resnet,
     "vit": vit,
     "nanogpt": nanogpt,
 }
+SMALL = {"sampling_batch_size": 64, "num_draws": 32, "thin": 250}
 # What a form changes in the preset of the script that has its name.
 TINY: dict[str, Any] = {"num_members": 2, "num_epochs": 12, "num_warmup": 300, "num_draws": 10}
 TINY |= {"thin": 60, "num_train": 4_000, "num_test": 1_000, "sampling_batch_size": 64}
 FORMS = {
     "small": {
-        "lenet": {"sampling_batch_size": 64, "num_draws": 32, "thin": 250},
+        "perceptron": SMALL | {"num_members": 2, "batch_size": 256, "steps_per_dispatch": 50},
+        "lenet": SMALL,
         "resnet7": {"width": 0.25, "num_epochs": 8, "num_test": 2_500},
         "resnet18": {"width": 0.125, "num_test": 2_500},
         "nanogpt": {"num_epochs": 4},
     },
     "tiny": {
+        "perceptron": TINY,
         "lenet": TINY,
         "resnet7": TINY | {"width": 0.125},
         "resnet18": TINY | {"width": 0.0625, "num_warmup": 100, "thin": 20},
@@ -68,6 +72,8 @@ PAPERS = tuple(f"{name} published" for name in ("smile_naive", "psmile_naive", "
 CYCLES = [
     ("cyclical_sgld", {"step_size": step, "num_cycles": 4}) for step in (1e-6, 5e-7, 1e-7, 5e-8)
 ]
+# What any network is compared with, and our ways to go on with it.
+MAIN: Methods = [(ENSEMBLE, {}), ("psmile", {}), *OURS[-1:], *CHECKPOINTS, *MATRICES]
 GPT_STEPS = (2e-6, 2e-5, 2e-4, 2e-3)
 # Task, methods with options, and values of settings that vary.
 TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequence[Any]]]] = {
@@ -84,6 +90,7 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
         ],
         {},
     ),
+    "perceptron": ("perceptron", MAIN, {"width": (1.0, 0.109, 6.16)}),
     "lenet batch": ("lenet", OURS, {"sampling_batch_size": (64, 32, 256, 512)}),
     "resnet7": (
         "resnet7",

@@ -17,6 +17,7 @@ from benchmarks.prediction.network_cells import ENSEMBLE
 import experiment
 import jax
 import lenet
+import models
 import nanogpt
 import numpy as np
 import optax
@@ -26,7 +27,15 @@ from experiment import Experiment, Settings
 
 import optax_smile
 
+
+def perceptron(settings: Settings) -> Experiment:
+    """Two hidden layers of 110 units in place of LeNet; 99,670 weights."""
+    network = models.FullyConnected((round(110 * settings.width),) * 2, 10)
+    return lenet.build(settings)._replace(network=network)
+
+
 BUILDS = {
+    "perceptron": perceptron,
     "lenet": lenet.build,
     "resnet7": functools.partial(resnet.build, network="resnet7"),
     "resnet18": functools.partial(resnet.build, network="resnet18"),
