@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import optax
 from data import Batches, Splits
-from rivals import dropout_draws, last_layer_laplace, masked, noisy_ivon, swag_draws
+from rivals import dropout_draws, last_layer_laplace, masked, muon, noisy_ivon, swag_draws
 
 import optax_smile
 from optax_smile import local
@@ -134,10 +134,16 @@ class Run:
 
     def checkpoints(self) -> Iterator[Tried]:
         """Weights of AdamW that trains on."""
-        for factor in (1 / 3, 1, 3):
+        for factor in (1 / 3, 1, 2, 4):
             self.visited[factor] = self.sample(self.optimizer(factor))
             rate = f"rate {factor * self.problem.learning_rate:.2g}"
             yield rate, self.visited[factor], self.problem.apply
+
+    def muon(self) -> Iterator[Tried]:
+        """Weights of Muon that trains on."""
+        for rate in (1e-3, 2e-3, 4e-3, 8e-3):
+            tx = muon(rate, self.problem.weight_decay)
+            yield f"rate {rate:g}", self.sample(tx), self.problem.apply
 
     def swag(self) -> Iterator[Tried]:
         """Gaussians around the checkpoints of each chain."""
@@ -213,6 +219,20 @@ class Run:
         tx = optax_smile.psmile(temperature=temperature, **options)
         yield "", self.sample(tx), self.problem.apply
 
+    def spectral(self) -> Iterator[Tried]:
+        """Matrices move as matrices, at half, once and twice the cold temperature."""
+        one = jax.tree.map(lambda x: x[0], self.starts)
+        number = self.posterior["num_data"]
+        for excess in (0.04, 0.08, 0.16):
+            temperature = optax_smile.cold_temperature(number, one, excess)
+            tx = optax_smile.smile(
+                norm="spectral",
+                temperature=temperature,
+                decoherence_length=None,
+                num_data=number,
+            )
+            yield f"temperature {temperature:.2g}", self.sample(tx), self.problem.apply
+
     def select(self) -> Iterator[Tried]:
         """What `select` keeps of the usual candidates."""
         task, batches = self.problem, self.batches()
@@ -251,6 +271,7 @@ METHODS = {
     "single network": Method(Run.single),
     "deep ensemble": Method(Run.ensemble),
     "checkpoints": Method(Run.checkpoints),
+    "checkpoints of Muon": Method(Run.muon),
     "SWAG": Method(Run.swag, reuses="checkpoints"),
     "MC dropout": Method(Run.dropout, needs="apply_dropout", starts_trained=False),
     "last-layer Laplace": Method(Run.laplace, needs="last_layer"),
@@ -259,5 +280,6 @@ METHODS = {
     "published pSMILE": Method(Run.published),
     "psmile": Method(Run.psmile),
     "psmile, cold": Method(Run.cold),
+    "smile, spectral": Method(Run.spectral),
     "select": Method(Run.select, cost=4 / 3),
 }

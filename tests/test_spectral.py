@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 from runs import refused
 
@@ -334,9 +335,8 @@ def test_what_does_not_fit_is_refused():
     scale = optax_smile.stages.scale.MeanSquare()
     refused(r"smile\(preconditioner=...\)` must be None", spectral, preconditioner=scale)
     refused(r"smile\(norm=...\)` must be .*'spectral'", spectral, norm="nuclear")
-    refused(
-        r"smile\(matrices=...\)` must be None unless", spectral, norm="euclidean", matrices=tree
-    )
+    rule = r"smile\(matrices=...\)` must be None unless"
+    refused(rule, spectral, norm="euclidean", matrices=tree)
     params = tree()
     for entry, got in (
         (MuonDimensionNumbers(0, 2), "2 axes"),
@@ -345,7 +345,11 @@ def test_what_does_not_fit_is_refused():
         ("w", "'w'"),
     ):
         tx = spectral(matrices=lambda _, entry=entry: {**STACKED, "w": entry})
-        refused(
-            rf"smile\(matrices=...\)` must be a function .*\['w'\], got .*{got}", tx.init, params
-        )
+        rule = rf"smile\(matrices=...\)` must be a function .*\['w'\], got .*{got}"
+        refused(rule, tx.init, params)
     refused("that returns a tree of the structure", spectral(matrices=lambda _: {}).init, params)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
+    params["w"] = jax.device_put(params["w"], NamedSharding(mesh, PartitionSpec("x")))
+    tx = spectral(0.1)
+    rule = r"smile\(params=...\)` must be .* explicit axes, .*AxisType.Auto"
+    refused(rule, jax.jit(tx.update), params, tx.init(params), params)

@@ -50,6 +50,8 @@ LETTERS = optax_smile.Likelihood(  # "tokens", for large vocabularies, keeps no 
 )
 # Of the absolute energy error, and its standard deviation.
 OVER_TIME = ("step_size", "energy_mean", "energy_std")
+# Of a hot chain, nats per example: its temperature is at most 2.
+HOT_EXCESS = 0.115
 PAPER_TUNING = {"reject_quantile": 0.98, "adapt_probability": 0.1}
 # Settings on which the warm start depends.
 TRAINING = ("num_epochs", "patience", "batch_size", "num_train", "width", "depth", "context")
@@ -101,6 +103,9 @@ def make_sampler(
     if "excess" in options or options.get("temperature") == "auto":
         one, excess = jax.tree.map(lambda x: x[0], start), options.pop("excess", 0.08)
         options["temperature"] = optax_smile.cold_temperature(common["num_data"], one, excess)
+    if options.get("temperature") == "hot":
+        size = sum(x[0].size for x in jax.tree.leaves(start))
+        options["temperature"] = min(2.0, 2 * HOT_EXCESS * common["num_data"] / size)
     if "angle" in options:
         options["tuner"] = optax_smile.angle_tuner(options.pop("angle"))
     if method == "spectral":
