@@ -76,7 +76,7 @@ def smile(
     entries, and about 1.6 % as large as a leaf of 16,384 or more. `"minimal_norm"` and
     `norm="spectral"` each add one array of the size of the parameters. The latter also takes
     five Newton-Schulz iterations per call, like Muon: ten products of each matrix with a square
-    one.
+    one; two, and 17 of square ones, if it is at least twice as long as wide.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
