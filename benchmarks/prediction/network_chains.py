@@ -50,8 +50,8 @@ LETTERS = optax_smile.Likelihood(  # "tokens", for large vocabularies, keeps no 
 )
 # Of the absolute energy error, and its standard deviation.
 OVER_TIME = ("step_size", "energy_mean", "energy_std")
-# Of a hot chain, nats per example: its temperature is at most 2.
-HOT_EXCESS = 0.115
+# Nats per example, of `psmile` at a temperature of at most 1 and of at most 2.
+COLD_EXCESS, HOT_EXCESS = 0.08, 0.115
 PAPER_TUNING = {"reject_quantile": 0.98, "adapt_probability": 0.1}
 # Settings on which the warm start depends.
 TRAINING = ("num_epochs", "patience", "batch_size", "num_train", "width", "depth", "context")
@@ -84,7 +84,7 @@ def around(cell: records.Cell, settings: Settings, work: Path) -> dict[str, Any]
 def make_sampler(
     cell: records.Cell, settings: Settings, start: Any, work: Path, **common: Any
 ) -> Any:
-    """Build the sampler of a cell; the temperature "auto" goes with the weights at the start."""
+    """Build the sampler of a cell; a temperature may go with the number of weights."""
     method, options = cell["method"], dict(cell["options"])
     num_steps = settings.num_warmup + settings.num_draws * settings.thin
     if method == "paper's smile":
@@ -100,11 +100,12 @@ def make_sampler(
     if "allowed" in options:
         del options["allowed"]
         options |= around(cell, settings, work)
-    if "excess" in options or options.get("temperature") == "auto":
-        one, excess = jax.tree.map(lambda x: x[0], start), options.pop("excess", 0.08)
-        options["temperature"] = optax_smile.cold_temperature(common["num_data"], one, excess)
+    size = sum(x[0].size for x in jax.tree.leaves(start))
+    if options.get("temperature") == "auto":
+        options["temperature"] = min(1.0, 2 * COLD_EXCESS * common["num_data"] / size)
+    if "excess" in options:
+        options["temperature"] = 2 * options.pop("excess") * common["num_data"] / size
     if options.get("temperature") == "hot":
-        size = sum(x[0].size for x in jax.tree.leaves(start))
         options["temperature"] = min(2.0, 2 * HOT_EXCESS * common["num_data"] / size)
     if "angle" in options:
         options["tuner"] = optax_smile.angle_tuner(options.pop("angle"))
