@@ -173,9 +173,9 @@ def over(rival: str, path: str = "lppd") -> Cell:
         gaps = view.gaps(path, *both)
         if view.scope["method"] in (rival, ENSEMBLE) or not gaps:
             return ""
-        if len(gaps) > 2 or path != "lppd":
-            return mean_error(gaps, 4, "+")
         ours, theirs = (view.values("parts", pick) for pick in both[::-1])
+        if len(gaps) > 2 or path != "lppd" or not ours or not theirs:
+            return mean_error(gaps, 4, "+")
         parts = [fmean(of) for of in zip(*ours, strict=True)]
         before = [fmean(of) for of in zip(*theirs, strict=True)]
         return mean_error([a - b for a, b in zip(parts, before, strict=True)], 4, "+")
