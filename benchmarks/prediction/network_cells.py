@@ -72,7 +72,7 @@ PAPERS = tuple(f"{name} published" for name in ("smile_naive", "psmile_naive", "
 CYCLES = [
     ("cyclical_sgld", {"step_size": step, "num_cycles": 4}) for step in (1e-6, 5e-7, 1e-7, 5e-8)
 ]
-# What any network is compared with, and our ways to go on with it.
+# The starts, AdamW, Muon, and the main samplers.
 MAIN: Methods = [(ENSEMBLE, {}), ("psmile", {}), *OURS[-1:], *CHECKPOINTS, *MATRICES]
 GPT_STEPS = (2e-6, 2e-5, 2e-4, 2e-3)
 # Task, methods with options, and values of settings that vary.

@@ -50,8 +50,8 @@ LETTERS = optax_smile.Likelihood(  # "tokens", for large vocabularies, keeps no 
 )
 # Of the absolute energy error, and its standard deviation.
 OVER_TIME = ("step_size", "energy_mean", "energy_std")
-# Nats per example, of `psmile` at a temperature of at most 1 and of at most 2.
-COLD_EXCESS, HOT_EXCESS = 0.08, 0.115
+# Expected rise of the loss of a hot `psmile`, nats per example; its temperature is at most 2.
+HOT_EXCESS = 0.115
 PAPER_TUNING = {"reject_quantile": 0.98, "adapt_probability": 0.1}
 # Settings on which the warm start depends.
 TRAINING = ("num_epochs", "patience", "batch_size", "num_train", "width", "depth", "context")
@@ -100,13 +100,14 @@ def make_sampler(
     if "allowed" in options:
         del options["allowed"]
         options |= around(cell, settings, work)
-    size = sum(x[0].size for x in jax.tree.leaves(start))
-    if options.get("temperature") == "auto":
-        options["temperature"] = min(1.0, 2 * COLD_EXCESS * common["num_data"] / size)
+    one = jax.tree.map(lambda x: x[0], start)
+    per_excess = 2 * common["num_data"] / sum(x.size for x in jax.tree.leaves(one))
     if "excess" in options:
-        options["temperature"] = 2 * options.pop("excess") * common["num_data"] / size
-    if options.get("temperature") == "hot":
-        options["temperature"] = min(2.0, 2 * HOT_EXCESS * common["num_data"] / size)
+        options["temperature"] = options.pop("excess") * per_excess
+    elif options.get("temperature") == "auto":
+        options["temperature"] = optax_smile.cold_temperature(common["num_data"], one)
+    elif options.get("temperature") == "hot":
+        options["temperature"] = min(2.0, HOT_EXCESS * per_excess)
     if "angle" in options:
         options["tuner"] = optax_smile.angle_tuner(options.pop("angle"))
     if method == "spectral":
