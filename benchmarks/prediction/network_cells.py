@@ -62,12 +62,13 @@ ANGLES = [("psmile", {"angle": angle}) for angle in (0.01, 0.1)]
 # Continued training: the first is the rate of LeNet's own training.
 CHECKPOINTS: Methods = [
     ("checkpoints", {}),
-    *(("checkpoints", {"learning_rate": rate}) for rate in (5e-4, 2e-3, 4e-3)),
+    *(("checkpoints", {"learning_rate": rate}) for rate in (5e-4, 2e-3, 4e-3, 8e-3)),
 ]
 OTHERS: Methods = [*CHECKPOINTS, ("swag", {}), ("fge", {})]
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 # Matrices as matrices: by an optimizer, and by a sampler at several temperatures.
-MATRICES: Methods = [("muon", {"learning_rate": rate}) for rate in (1e-3, 2e-3, 4e-3, 8e-3)]
-MATRICES += [("spectral", {"excess": excess}) for excess in (0.04, 0.08, 0.16, 0.32, 0.64)]
+MATRICES: Methods = [("muon", {"learning_rate": rate}) for rate in RATES]
+MATRICES += [("spectral", {"excess": excess}) for excess in (0.04, 0.08, 0.12, 0.16, 0.32, 0.64)]
 PAPERS = tuple(f"{name} published" for name in ("smile_naive", "psmile_naive", "smile", "psmile"))
 CYCLES = [
     ("cyclical_sgld", {"step_size": step, "num_cycles": 4}) for step in (1e-6, 5e-7, 1e-7, 5e-8)
