@@ -3,13 +3,14 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_smile import _check, _joined, _xla
 from optax_smile._types import Tree
@@ -33,6 +34,61 @@ MISSING_PARAMS = (
     "but you are not passing `params` when calling `update`. Pass them, or use"
     " `optax_smile.tracked(sampler)`, whose state holds them."
 )
+
+
+class Matrix(NamedTuple):
+    """A linear map between trees of the same shapes, `[entry, entry]` over all their entries."""
+
+    entries: jax.Array
+
+    def times(self, tree: Tree) -> Tree:
+        """Multiply a tree by the matrix."""
+        return unflat(product(self.entries, flat(tree)), tree)
+
+    def transposed_times(self, tree: Tree) -> Tree:
+        """Multiply a tree by the transpose."""
+        return unflat(product(flat(tree), self.entries), tree)
+
+
+# By what a tree is multiplied: entry by entry, by a matrix, or by one.
+Scale = Tree | Matrix | None
+
+
+def flat(tree: Tree) -> jax.Array:
+    """Join all leaves, `[entry]`; those that explicit axes spread over devices are gathered."""
+
+    def whole(leaf: jax.Array) -> jax.Array:
+        sharding = jax.typeof(leaf).sharding
+        if not any(sharding.spec):
+            return leaf
+        return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
+
+    return jnp.concatenate([whole(leaf).ravel() for leaf in jax.tree.leaves(tree)])
+
+
+def unflat(entries: jax.Array, like: Tree) -> Tree:
+    """Undo `flat` for a tree of the shapes, precisions and shardings of another."""
+    leaves, structure = jax.tree.flatten(like)
+    parts = jnp.split(entries, np.cumsum([leaf.size for leaf in leaves])[:-1])
+
+    def placed(part: jax.Array, leaf: jax.Array) -> jax.Array:
+        sharding = jax.typeof(leaf).sharding
+        part = part.reshape(leaf.shape).astype(leaf.dtype)
+        return jax.sharding.reshard(part, sharding) if any(sharding.spec) else part
+
+    return jax.tree.unflatten(structure, map(placed, parts, leaves))
+
+
+def product(first: jax.Array, second: jax.Array) -> jax.Array:
+    """Multiply matrices or vectors in the full precision of the numbers."""
+    return jnp.matmul(first, second, precision="highest")
+
+
+def scaled(tree: Tree, scale: Scale) -> Tree:
+    """Multiply a tree by a scale."""
+    if isinstance(scale, Matrix):
+        return scale.times(tree)
+    return tree if scale is None else jax.tree.map(jnp.multiply, tree, scale)
 
 
 def size(tree: Tree) -> int:

@@ -33,6 +33,14 @@ def quick_psmile(*args, **arguments):
     return optax_smile.smile(*args, **arguments, preconditioner=scale)
 
 
+@functools.wraps(optax_smile.psmile)
+def diagonal_psmile(*args, **arguments):
+    """Make `psmile`, but with the diagonal scale that it has for many parameters."""
+    scale: Any = inspect.unwrap(optax_smile.psmile)(*args, **arguments)
+    scale = dataclasses.replace(scale, largest=0)
+    return optax_smile.smile(*args, **arguments, preconditioner=scale)
+
+
 SAMPLERS = dict(find_samplers())
 # Those of the Langevin family.
 LANGEVIN = [name for name, fn in SAMPLERS.items() if not accepts(fn, "integrator")]

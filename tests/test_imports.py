@@ -76,8 +76,8 @@ ROOMS = {
     "interop": {"chains", "diagnostics", "draws", "samplers", "stages", "state"},
 }
 SHARED = {
-    # A norm of its own is a kind of momentum.
-    "stages": {"evidence", "integrator"},
+    # A norm of its own is a kind of momentum, a matrix a kind of scale.
+    "stages": {"evidence", "integrator", "scale"},
     "samplers": {"_chain", "_langevin", "_microcanonical", "_transformation"},
 }
 

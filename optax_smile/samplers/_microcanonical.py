@@ -142,8 +142,8 @@ class Microcanonical(Dynamics):
                 " step size, and `reject_quantile` rejects only non-finite steps. Pass `value=loss`"
                 " to `update`."
             )
-        layout = None
-        if self.momentum.is_elementwise:
+        layout, inverse_scale = None, scale.inverse_of(state.dynamics.preconditioner)
+        if self.momentum.is_elementwise and not isinstance(inverse_scale, _tree.Matrix):
             layout = _joined.choose(call.params, _tree.SMALLEST_NETWORK)
         call = call._replace(posterior=potential.spread(call.posterior, call.params))
         call, state = _joined.join(layout, (call, state))
@@ -183,9 +183,12 @@ class Microcanonical(Dynamics):
         if noise is not None and _tree.has_signs(noise):
             square = jnp.full_like(sums.noise_square, _tree.size(noise))
             sums = sums._replace(noise_square=square)
-        few = before._replace(direction=probe.entries(before.direction))
-        few_scales = None if inverse_scale is None else probe.entries(inverse_scale)
-        entries_moved = self.momentum.last_drift(few, few_scales)
+        if isinstance(inverse_scale, _tree.Matrix):
+            entries_moved = probe.entries(self.momentum.last_drift(before, inverse_scale))
+        else:
+            few = before._replace(direction=probe.entries(before.direction))
+            few_scales = None if inverse_scale is None else probe.entries(inverse_scale)
+            entries_moved = self.momentum.last_drift(few, few_scales)
         pulled = self.momentum.pull(before, whitened, sums)
         return Reading(sums, sketch, fingerprint, entries_moved, noise, key, pulled)
 
@@ -207,7 +210,7 @@ class Microcanonical(Dynamics):
         num_gradients = state.last_update.num_gradients
         measured = evidence.collect(
             history, end, error, sums, reading.sketch, base, num_gradients, ~reject
-        )
+        )._replace(width=self.preconditioner.width(state.dynamics.preconditioner))
         tuned = self.tuner.update(state.dynamics.tuner, measured)
         length = base * tuned.step_size_factor * guard.step_backoff
 
@@ -270,7 +273,11 @@ class Microcanonical(Dynamics):
         if before.anchor is not None:
             anchor = optax.tree.where(after.drift_index == 1, params, before.anchor)
             after = after._replace(anchor=anchor)
-        scaling = self.preconditioner.observe(scaling, gradient, decision.weight, after.direction)
+        drift = self.momentum.last_drift(before, None)
+        drift = jax.tree.map(lambda x: jnp.where(reject, 0, x), drift)
+        scaling = self.preconditioner.observe(
+            scaling, gradient, decision.weight, after.direction, drift
+        )
         inverse_scale = scale.inverse_of(scaling)
         displacement = self.momentum.displace(reject, before, after, params, inverse_scale)
         dynamics = dynamics._replace(preconditioner=scaling, momentum=after)

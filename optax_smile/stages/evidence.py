@@ -538,6 +538,7 @@ class Evidence(NamedTuple):
         num_gradients: calls of `update` before this one, int32.
         base: the user's step size, which the tuner's factor multiplies.
         resolution: step size below which the parameters stop moving in their precision.
+        width: see `Preconditioner.width`.
     """
 
     error: EnergyError
@@ -551,6 +552,7 @@ class Evidence(NamedTuple):
     num_gradients: jax.Array
     base: jax.Array
     resolution: jax.Array
+    width: jax.Array | None = None
 
     def rates(self) -> tuple[jax.Array, jax.Array]:
         """Average angles per unit length by which u turns: by whole gradients, and by their change.

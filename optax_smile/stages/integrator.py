@@ -99,9 +99,7 @@ class Heading(NamedTuple):
     old_norm: jax.Array
 
 
-def step_start(
-    state: MomentumState, params: optax.Params, inverse_scale: optax.Updates | None
-) -> Tree:
+def step_start(state: MomentumState, params: optax.Params, inverse_scale: _tree.Scale) -> Tree:
     """Parameters at the start of the open step, given the scale of its drift; else `params`."""
     is_open = state.drift_index > 0
     if state.anchor is not None:
@@ -192,11 +190,11 @@ class Momentum:
 
     @staticmethod
     def drift(
-        direction: optax.Updates, length: jax.Array, inverse_scale: optax.Updates | None
+        direction: optax.Updates, length: jax.Array, inverse_scale: _tree.Scale
     ) -> optax.Updates:
         """Displacement: length times u in whitened coordinates, over s in the parameters."""
         moved = jax.tree.map(lambda u: (length * u).astype(u.dtype), direction)
-        return moved if inverse_scale is None else jax.tree.map(jnp.multiply, moved, inverse_scale)
+        return _tree.scaled(moved, inverse_scale)
 
     def init(self, params: optax.Params, step_length: jax.Array) -> MomentumState:
         """Start at rest, u = 0: `diffuse` draws u, or the first kick makes it -g / |g|."""
@@ -214,9 +212,7 @@ class Momentum:
         table = jnp.asarray((0.0, *fractions), state.step_length.dtype)
         return table[state.drift_index] * state.step_length
 
-    def last_drift(
-        self, state: MomentumState, inverse_scale: optax.Updates | None
-    ) -> optax.Updates:
+    def last_drift(self, state: MomentumState, inverse_scale: _tree.Scale) -> optax.Updates:
         """Displacement of the drift that ends where a call begins; zero if no step is open."""
         return self.drift(state.direction, self._length(self.scheme.drifts, state), inverse_scale)
 
@@ -348,7 +344,7 @@ class Momentum:
         before: MomentumState,
         after: MomentumState,
         params: optax.Params,
-        inverse_scale: optax.Updates | None,
+        inverse_scale: _tree.Scale,
     ) -> optax.Updates:
         """Displacement that a call returns: the next drift, or the way back to the step's start.
 

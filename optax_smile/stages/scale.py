@@ -69,8 +69,21 @@ class Preconditioner:
         """
         return None
 
+    def width(self, state: Tree) -> jax.Array | None:
+        """Return the square root of the trace of the posterior's covariance, scalar.
+
+        In the coordinates in which the chain moves; inf where it is not known yet, None if it is
+        never known.
+        """
+        return None
+
     def observe(
-        self, state: Tree, gradient: optax.Updates, weight: GradientWeight, direction: optax.Updates
+        self,
+        state: Tree,
+        gradient: optax.Updates,
+        weight: GradientWeight,
+        direction: optax.Updates,
+        drift: optax.Updates,
     ) -> Tree:
         """Return the next state.
 
@@ -80,6 +93,8 @@ class Preconditioner:
             weight: the weight of this gradient: `trust` in [0, 1], whether it `counts`, whether
                 averages `restart`, and the squared norm of the deviation, `square`.
             direction: the new momentum, computed with the scale of `state`.
+            drift: how far the chain has moved since the last call, in the coordinates of `state`;
+                0 if the call is rejected.
         """
         return state
 
@@ -94,10 +109,12 @@ class Preconditioner:
 def whiten(state: Tree, gradient: optax.Updates) -> optax.Updates:
     """Divide a gradient by the scale of a state."""
     scale = inverse_of(state)
-    return gradient if scale is None else jax.tree.map(jnp.multiply, gradient, scale)
+    if isinstance(scale, _tree.Matrix):
+        return scale.transposed_times(gradient)
+    return _tree.scaled(gradient, scale)
 
 
-def inverse_of(state: Tree) -> optax.Updates | None:
+def inverse_of(state: Tree) -> _tree.Scale:
     """Return 1 / s for the state of a preconditioner; None for a scale of one."""
     return None if state is None else state.inverse_scale()
 
@@ -173,7 +190,12 @@ class MovingVariance(Preconditioner):
         return jax.tree.map(jnp.subtract, gradient, state.gradient_mean)
 
     def observe(
-        self, state: MovingVarianceState, gradient: Tree, weight: GradientWeight, direction: Tree
+        self,
+        state: MovingVarianceState,
+        gradient: Tree,
+        weight: GradientWeight,
+        direction: Tree,
+        drift: Tree,
     ) -> MovingVarianceState:
         """Average the deviation and its square."""
         rate, size = jnp.where(weight.counts, 1 - self.noise_decay, 0), _tree.size(gradient)
@@ -210,6 +232,7 @@ class MeanSquareState(NamedTuple):
         last_gradient: the one before, likewise; None if differences are not used.
         num_in_window: how many entered in the open window, int32; -1 before the first difference.
         window: length of the open window in gradients, int32.
+        matrix: the state of `matrix.FullMatrix`, which replaces `in_use`; None without a matrix.
     """
 
     in_use: optax.Updates
@@ -218,10 +241,11 @@ class MeanSquareState(NamedTuple):
     last_gradient: optax.Updates | None
     num_in_window: Count
     window: Count
+    matrix: Tree = None
 
-    def inverse_scale(self) -> optax.Updates:
-        """Return one over the scale, a tree like the parameters."""
-        return self.in_use
+    def inverse_scale(self) -> _tree.Scale:
+        """Return one over the scale, a tree like the parameters or a matrix."""
+        return self.in_use if self.matrix is None else _tree.Matrix(self.matrix.entries)
 
 
 @dataclass(frozen=True)
@@ -258,14 +282,14 @@ class MeanSquare(Preconditioner):
             window=jnp.full((), self.first_window, jnp.int32),
         )
 
-    def deviation(self, state: MeanSquareState, gradient: optax.Updates) -> optax.Updates:
+    def deviation(self, state: Tree, gradient: optax.Updates) -> optax.Updates:
         """Return the gradient, or its difference to the one before."""
         if state.last_gradient is None:
             return gradient
         return jax.tree.map(jnp.subtract, gradient, state.last_gradient)
 
     def _advance(
-        self, state: MeanSquareState, weight: GradientWeight
+        self, state: Tree, weight: GradientWeight
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Number of the gradient in its window, the window's length, and whether it closes."""
         none_yet = -1 if self.differences else 0
@@ -281,7 +305,12 @@ class MeanSquare(Preconditioner):
         return ~closes & ~(weight.restart & (state.window > self.first_window))
 
     def observe(
-        self, state: MeanSquareState, gradient: Tree, weight: GradientWeight, direction: Tree
+        self,
+        state: MeanSquareState,
+        gradient: Tree,
+        weight: GradientWeight,
+        direction: Tree,
+        drift: Tree,
     ) -> MeanSquareState:
         """Average the square, and use the average once its window closes."""
         number, window, closes = self._advance(state, weight)
@@ -360,6 +389,6 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
             restart=~jnp.ones((), bool),
             square=_tree.inner(deviation, deviation),
         )
-        return whiten(state, updates), noise.observe(state, finite, weight, finite)
+        return whiten(state, updates), noise.observe(state, finite, weight, finite, finite)
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -22,6 +22,9 @@ from optax_smile.stages.evidence import LARGEST_RATIO, SMALLEST_STEP, Evidence
 # the change is as large as that of independent noise.
 ANGLE = 0.06
 NOISE_PART = 0.5
+# Where the width of the posterior is known, the angle is at most this; on the way there, it is the
+# second number.
+WIDEST_ANGLE, ANGLE_ON_THE_WAY = 0.5, 1.0
 # Largest angle by which a whole gradient may turn it.
 LARGEST_ANGLE = 1.0
 # Each step of `angle_tuner` is at most this many times as long as the one before.
@@ -181,7 +184,7 @@ class AngleState(NamedTuple):
 class AngleTuner(Tuner):
     """The rule of `angle_tuner`, with its arguments."""
 
-    angle: float
+    angle: float | None
     adapt_steps: int | None
     name = "angle_tuner"
     sets_step_size = True
@@ -189,6 +192,20 @@ class AngleTuner(Tuner):
     def init(self, dtype: jnp.dtype) -> AngleState:
         """Return the state before the first gradient."""
         return AngleState(jnp.zeros((), dtype), jnp.zeros((), dtype))
+
+    def _angle(self, evidence: Evidence, per_angle: jax.Array) -> float | jax.Array:
+        """Return the angle at which the momentum lasts for the width of the posterior.
+
+        Gradients that are noise, and explicit noise that matches them, turn the momentum by
+        angle / sqrt(2) in a step of length `per_angle * angle`. It then lasts for the distance
+        4 per_angle / angle.
+        """
+        if self.angle is not None:
+            return self.angle
+        if evidence.width is None:
+            return ANGLE
+        wide = jnp.clip(4 * per_angle / evidence.width, ANGLE, WIDEST_ANGLE)
+        return jnp.where(evidence.descent.on_its_way, ANGLE_ON_THE_WAY, wide)
 
     def update(self, state: AngleState, evidence: Evidence) -> AngleState:
         """Follow the average change of the gradients."""
@@ -203,7 +220,8 @@ class AngleTuner(Tuner):
         known = state.usual_length >= SMALLEST_STEP * resolution
         known &= changes.num_changes > 0
         share = jnp.where(known, jnp.nan_to_num(changes.share(), nan=1.0), 1)
-        angle = self.angle * jnp.minimum(NOISE_PART / jnp.maximum(share, NOISE_PART) ** 2, 1)
+        per_angle = jnp.minimum(NOISE_PART / jnp.maximum(share, NOISE_PART) ** 2, 1)
+        angle = per_angle * self._angle(evidence, over(per_angle, change))
         # Half way from the last length, on a logarithmic scale: the change may be proportional to
         # the length, and a whole correction would overshoot forever.
         wanted = jnp.sqrt(state.usual_length) * jnp.sqrt(over(angle, change))
@@ -227,10 +245,10 @@ class AngleTuner(Tuner):
 
 
 @_check.arguments(
-    angle=_check.Real(0, math.pi / 2, open="low"),
+    angle=_check.Real(0, math.pi / 2, open="low") | None,
     adapt_steps=_check.Whole(1, traced=True) | None,
 )
-def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
+def angle_tuner(angle: float | None = None, adapt_steps: int | None = None) -> Tuner:
     """Choose steps in which the change of the gradients turns the momentum by a given angle.
 
         step size = angle min(1, 1 / (2 S^2)) / r,    r = |g - g_before| / sqrt(2) / (d - 1)
@@ -257,7 +275,10 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
 
     Args:
         angle: by which the change of the gradients turns a momentum across it, in radians, in
-            (0, pi / 2]; half of it if they are noise.
+            (0, pi / 2]; half of it if they are noise. None: 0.06; where `psmile` uses a matrix
+            because there are few parameters, the angle at which the momentum lasts for the width of
+            the posterior, within [0.06, 0.5]. Until the width is known it is 0.06, and 1 while the
+            chain is on its way.
         adapt_steps: number of calls of `update` after which the step size no longer adapts (large
             gradients still shorten their own step), >= 1; None: never.
 
@@ -286,7 +307,7 @@ def choose(
 ) -> Tuner:
     """Return the tuner for the arguments `tuner` and `step_size` of a sampler."""
     if tuner is None:
-        return angle_tuner(angle or ANGLE) if step_size is None else Fixed()
+        return angle_tuner(angle) if step_size is None else Fixed()
     if tuner.sets_step_size and step_size is not None:
         rule = "None or a tuner such as `quantile_tuner(...)` if `step_size` is given"
         advice = "This tuner chooses the step size itself: leave out `tuner` or `step_size`."

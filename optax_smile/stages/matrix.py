@@ -1,0 +1,210 @@
+"""A scale that is a full matrix, for posteriors of some hundred parameters.
+
+Where the noise of the gradients has the covariance C, coordinates theta = A phi with A A^T = C^-1
+make it isotropic. They also make a posterior round whose curvature is proportional to C, as that of
+a regression. In round coordinates one number, the mean curvature, tells how wide the posterior is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_smile import _tree
+from optax_smile._packed import Real
+from optax_smile._types import Tree
+from optax_smile.stages.evidence import GradientWeight
+from optax_smile.stages.scale import (
+    SMALLEST_RELATIVE_VARIANCE,
+    MeanSquare,
+    MeanSquareState,
+)
+
+# Largest number of parameters of which `psmile` measures a matrix.
+LARGEST = 256
+# Weight, in gradients of a window per parameter, of the matrix of the window before.
+LAST_MATRIX = 4
+# A width that grows from one window to the next by a factor counts as this power of it larger.
+EXTRAPOLATION = 3
+
+
+class MatrixState(NamedTuple):
+    """The matrix in use, the next one, and how curved the energy is in its coordinates phi.
+
+    Attributes:
+        entries: A, `[entry, entry]`, in the order of the leaves.
+        next_entries: A of the next window up to a factor, likewise; not measured in the first.
+        mean_whitened: mean of the squares of the whitened gradients, or of their differences, over
+            all entries and the open window, scalar.
+        mean_before: the same in earlier windows, scalar.
+        position: phi relative to the start of the window, `[entry]`.
+        mean_position, mean_force: of phi and of the whitened gradients over the open window.
+        covariance: sum of (phi - mean) . (gradient - mean) over the open window, nats.
+        spread: sum of |phi - mean|^2 over the open window.
+        last_width: that of the window before, not extrapolated; inf if unknown.
+        width: see `Preconditioner.width`, extrapolated.
+    """
+
+    entries: jax.Array
+    next_entries: jax.Array
+    mean_whitened: Real
+    mean_before: Real
+    position: jax.Array
+    mean_position: jax.Array
+    mean_force: jax.Array
+    covariance: Real
+    spread: Real
+    last_width: Real
+    width: Real
+
+
+def _begin(matrix: jax.Array, mean: jax.Array, last_width: jax.Array, width: jax.Array):
+    """Begin a window in the coordinates of a matrix."""
+    zero, zeros = jnp.zeros_like(mean), jnp.zeros_like(matrix, shape=len(matrix))
+    # A buffer for each: loops donate the state.
+    return MatrixState(
+        entries=matrix,
+        next_entries=jnp.copy(matrix),
+        mean_whitened=zero,
+        mean_before=mean,
+        position=zeros,
+        mean_position=jnp.copy(zeros),
+        mean_force=jnp.copy(zeros),
+        covariance=jnp.copy(zero),
+        spread=jnp.copy(zero),
+        last_width=last_width,
+        width=width,
+    )
+
+
+@dataclass(frozen=True)
+class FullMatrix(MeanSquare):
+    """Measure the second moment of the gradients, or of their noise, as a full matrix.
+
+    The first window is that of `MeanSquare`, and its scale that of the second window. Then, with
+    the whitened gradients w = A^T g of a window of n gradients, or (g - g_before) / sqrt(2),
+
+        A <- A M^(-1/2),    M = (4 d + sum of w w^T / mean(w^2)) / (4 d + n)
+
+    so directions that a window does not show keep their scale. Each gradient changes the factor by
+    a product with a vector, without a decomposition (the square root form of recursive least
+    squares, Potter 1963). In no direction does the second moment fall below 1e-4 of its mean.
+
+    The width of the posterior comes from the slope h of the gradient over the position,
+    sum of (phi - mean) . (w - mean) / sum of |phi - mean|^2, which is the mean curvature even where
+    the chain has seen only a part of the posterior: sqrt(d / h). If it changed by a factor f since
+    the last window, there is more to see, and it counts as f^3 times as large.
+
+    With more than `largest` parameters it is a `MeanSquare`.
+    """
+
+    largest: int = LARGEST
+
+    def init(self, params: optax.Params) -> MeanSquareState:
+        """Return a scale of one and an empty window."""
+        state, dtype = super().init(params), _tree.dtype(params)
+        if not jax.tree.leaves(params):
+            # The placeholder of `optax.tree.map_params`: a leaf stands for a matrix and for none.
+            return state._replace(matrix=jnp.zeros(()))
+        if _tree.size(params) > self.largest:
+            return state
+        ones = _tree.flat(jax.tree.map(lambda x: jnp.ones_like(x, dtype), params))
+        one, infinite = jnp.ones((), dtype), jnp.full((), jnp.inf, dtype)
+        matrix = _begin(jnp.diag(ones), one, infinite, jnp.copy(infinite))
+        return state._replace(matrix=matrix)
+
+    def width(self, state: MeanSquareState) -> jax.Array | None:
+        """Return the width of the posterior, inf if it is unknown; None without a matrix."""
+        return None if state.matrix is None else state.matrix.width
+
+    def observe(
+        self,
+        state: MeanSquareState,
+        gradient: Tree,
+        weight: GradientWeight,
+        direction: Tree,
+        drift: Tree,
+    ) -> MeanSquareState:
+        """Add a gradient, and use the next matrix once the window closes."""
+        after = super().observe(state, gradient, weight, direction, drift)
+        old: MatrixState | None = state.matrix
+        if old is None:
+            return after
+        number, window, closes = self._advance(state, weight)
+        enters, is_first = weight.counts & (number > 0), window == self.first_window
+        count = jnp.maximum(number, 1).astype(old.width.dtype)
+        deviation = weight.trust * _tree.flat(self.deviation(state, gradient))
+        force = weight.trust * _tree.product(_tree.flat(gradient), old.entries)
+        new = self._measure(old, deviation, number, count, enters & ~is_first)
+        new, width = _locate(new, force, _tree.flat(drift), count, enters)
+
+        # The mean of the whitened squares stays.
+        prior = LAST_MATRIX * len(force)
+        smoothed = (prior * new.mean_before + count * new.mean_whitened) / (prior + count)
+        factor = jnp.sqrt((prior + count) / prior * smoothed / new.mean_before)
+        diagonal = jnp.diag(_tree.flat(after.in_use))
+        matrix = jnp.where(is_first, diagonal, factor * new.next_entries)
+        has_noise = after.mean >= jnp.finfo(count.dtype).tiny
+        mean = jnp.where(is_first, jnp.where(has_noise, after.mean, 1), smoothed)
+        change = jnp.maximum(width / old.last_width, old.last_width / width)
+        is_known = jnp.isfinite(width) & jnp.isfinite(old.last_width)
+        extrapolated = jnp.where(is_known, width * change**EXTRAPOLATION, jnp.inf)
+        found = width, extrapolated
+        found = (jnp.where(weight.restart, jnp.inf, x).astype(count.dtype) for x in found)
+        begun = _begin(matrix, mean.astype(count.dtype), *found)
+        return after._replace(matrix=optax.tree.where(closes | weight.restart, begun, new))
+
+    def _measure(
+        self,
+        state: MatrixState,
+        deviation: jax.Array,
+        number: jax.Array,
+        count: jax.Array,
+        enters: jax.Array,
+    ) -> MatrixState:
+        """Add the deviation of a gradient to the second moment in the factor."""
+        if self.differences:
+            deviation *= math.sqrt(0.5)
+        size, before = len(deviation), state.mean_before
+        square = jnp.mean(_tree.product(deviation, state.entries) ** 2)
+        mean = (1 - 1 / count) * state.mean_whitened + square / count
+        # In one entry after the other the second moment stays away from zero.
+        is_raised = jnp.arange(size) == number % size
+        floor = jnp.sqrt(SMALLEST_RELATIVE_VARIANCE * size * before) * is_raised
+        scaled = (deviation + floor) / jnp.sqrt(LAST_MATRIX * size * before)
+        along = jnp.where(enters, _tree.product(scaled, state.next_entries), 0)
+        root = jnp.sqrt(1 + along @ along)
+        change = _tree.product(state.next_entries, along)
+        return state._replace(
+            next_entries=state.next_entries - jnp.outer(change, along / (root * (1 + root))),
+            mean_whitened=jnp.where(enters, mean, state.mean_whitened).astype(before.dtype),
+        )
+
+
+def _locate(
+    state: MatrixState, force: jax.Array, drift: jax.Array, count: jax.Array, enters: jax.Array
+) -> tuple[MatrixState, jax.Array]:
+    """Add a place and the whitened gradient there to the regression of gradients over places.
+
+    Returns also the width that follows from the slope.
+    """
+    position, rate = state.position + drift, 1 / count
+    moved = jnp.where(enters, position - state.mean_position, 0)
+    pulled = jnp.where(enters, force - state.mean_force, 0)
+    covariance = state.covariance + (1 - rate) * moved @ pulled
+    spread = state.spread + (1 - rate) * moved @ moved
+    rises = (covariance > 0) & (spread > 0)
+    width = jnp.sqrt(len(moved) * spread / jnp.where(rises, covariance, 1))
+    state = state._replace(
+        position=position,
+        mean_position=state.mean_position + rate * moved,
+        mean_force=state.mean_force + rate * pulled,
+        covariance=covariance,
+        spread=spread,
+    )
+    return state, jnp.where(rises, width, jnp.inf)

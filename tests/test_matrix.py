@@ -1,0 +1,167 @@
+"""The full matrix that `psmile` uses for few parameters, and the memory that follows from it."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from public_samplers import quick_psmile
+from test_preconditioner import EXTREME
+
+import optax_smile
+from optax_smile import parallel
+from optax_smile.stages.evidence import GradientWeight
+from optax_smile.stages.matrix import FullMatrix
+
+SIZE, WINDOW = 5, 8
+MIXING = np.random.default_rng(3).normal(size=(SIZE, SIZE))
+
+
+def observed(scale, gradients, drifts=None) -> Any:
+    """States after each of some gradients `[time, entry]`, and one where the windows restart."""
+    drifts = jnp.zeros_like(gradients) if drifts is None else drifts
+
+    def step(state, seen):
+        gradient, drift, restart = seen
+        deviation = scale.deviation(state, gradient)
+        weight = GradientWeight(jnp.float32(1), jnp.asarray(True), restart, deviation @ deviation)
+        state = scale.observe(state, gradient, weight, gradient, drift)
+        return state, state
+
+    start = scale.init(jnp.zeros(gradients.shape[1]))
+    restarts = jnp.arange(len(gradients)) == len(gradients) - 1
+    return jax.jit(lambda *x: jax.lax.scan(step, start, x)[1])(gradients, drifts, restarts)
+
+
+def slow_matrix(deviations):
+    """A A^T after the window of `MeanSquare` and those of matrices, in float64."""
+    size = deviations.shape[1]
+    squares = (deviations[:WINDOW] ** 2).mean(0)
+    relative = (10 + WINDOW * squares / squares.mean()) / (10 + WINDOW)
+    found, mean = np.diag(1 / relative), squares.mean()
+    first, length = WINDOW, WINDOW + WINDOW // 2
+    while first + length <= len(deviations):
+        part = deviations[first : first + length]
+        raised = np.eye(size)[np.arange(1, length + 1) % size] * np.sqrt(1e-4 * size * mean)
+        moment = np.linalg.inv(found) * 4 * size + (part + raised).T @ (part + raised) / mean
+        inverse = np.linalg.inv(moment / (4 * size + length))
+        square = np.einsum("ti,ij,tj->", part, found, part) / size
+        smoothed = (4 * size * mean + square) / (4 * size + length)
+        found, mean = inverse * smoothed / mean, smoothed
+        first, length = first + length, length + length // 2
+    return found
+
+
+@pytest.mark.parametrize("differences", [False, True])
+def test_matrix_is_the_inverse_of_the_second_moment(differences):
+    gradients = np.random.default_rng(1).normal(size=(400, SIZE)) @ MIXING
+    scale = FullMatrix(differences=differences, first_window=WINDOW)
+    found = observed(scale, jnp.asarray(gradients, jnp.float32)).matrix.entries[-2]
+    deviations = np.diff(gradients, axis=0) / np.sqrt(2) if differences else gradients
+    expected = slow_matrix(deviations)
+    np.testing.assert_allclose(found @ found.T, expected, rtol=2e-3, atol=1e-4 * expected.max())
+    covariance = np.linalg.inv(MIXING.T @ MIXING)
+    ratio = np.linalg.eigvalsh(np.linalg.solve(covariance, expected))
+    assert ratio.max() / ratio.min() < 3 < np.linalg.cond(covariance) / 100
+
+
+def test_width_is_that_of_a_gaussian_before_it_is_explored():
+    """From the slope of noisy gradients over places that cover a small part of it."""
+    curvature, random = 50.0, np.random.default_rng(2)
+    drifts = random.normal(size=(3_000, SIZE)) * 2e-4
+    places = drifts.cumsum(0)
+    gradients = curvature * places + random.normal(size=drifts.shape)
+    # In coordinates that are round already the matrix stays near one.
+    states = observed(FullMatrix(first_window=WINDOW), *np.float32([gradients, drifts]))
+    explored = np.sqrt(places.var(0).sum())
+    assert np.isinf(states.matrix.width[WINDOW])
+    width = states.matrix.last_width[-2]
+    assert explored < 0.1 * width
+    np.testing.assert_allclose(width, np.sqrt(SIZE / curvature), rtol=0.2)
+    assert states.matrix.width[-2] >= width
+    # A chain that is on its way begins again.
+    assert np.isinf(states.matrix.width[-1]) and np.isinf(states.matrix.last_width[-1])
+    assert np.all(np.asarray(states.matrix.entries[-1]) == np.eye(SIZE))
+
+
+def test_extreme_gradients_keep_the_matrix_finite():
+    alone = np.array(EXTREME, np.float32)[:, None] * np.where(np.arange(60) % 2, -1, 1)[:, None]
+    tx: Any = quick_psmile(num_data=1, key=0)
+
+    def call(carry, gradient):
+        updates, state = tx.update(gradient, carry[1], carry[0])
+        return (optax.apply_updates(carry[0], updates), state), state
+
+    start = jnp.ones(4), tx.init(jnp.ones(4))
+    each = jax.jit(jax.vmap(lambda x: jax.lax.scan(call, start, x)[1]))(alone)
+    matrix = each.arrays.dynamics.preconditioner.matrix
+    assert np.all(np.isfinite(matrix.entries)) and np.all(np.isfinite(matrix.next_entries))
+
+
+def test_a_rejected_step_goes_back_in_the_coordinates_of_its_drift():
+    """Also right after the matrix has changed."""
+    tx: Any = quick_psmile(0.1, num_data=1, prior_precision=0.0, key=0)
+    gradients = np.float32(np.random.default_rng(4).normal(size=(40, SIZE)) @ MIXING)
+
+    def call(carry, gradient):
+        params, state = carry
+        start = optax_smile.last_accepted(state, params)
+        back, _ = tx.update(jnp.full_like(gradient, jnp.nan), state, params)
+        updates, after = tx.update(gradient, state, params)
+        found = optax.apply_updates(params, back), start
+        matrix = after.arrays.dynamics.preconditioner.matrix.entries
+        return (optax.apply_updates(params, updates), after), (found, matrix)
+
+    start = jnp.ones(SIZE), tx.init(jnp.ones(SIZE))
+    (returned, begun), matrices = jax.jit(lambda x: jax.lax.scan(call, start, x)[1])(gradients)
+    np.testing.assert_allclose(returned, begun, atol=1e-6)
+    assert np.any(np.diff(matrices, axis=0), axis=(1, 2)).sum() >= 4
+
+
+NUM_DATA, BATCH, CHAINS, CALLS = 600, 60, 8, 6_000
+
+
+@functools.cache
+def regression():
+    """Correlated features: their values, targets, and the exact posterior."""
+    random = np.random.default_rng(7)
+    x = random.normal(size=(NUM_DATA, SIZE)) @ MIXING
+    y = x @ random.normal(size=SIZE) + random.normal(size=NUM_DATA)
+    covariance = np.linalg.inv(x.T @ x + np.eye(SIZE))
+    return np.float32(x), np.float32(y), covariance @ x.T @ y, covariance
+
+
+def test_correlated_features():
+    """In each eigendirection of the posterior; the diagonal scale has .6 to 1.4."""
+    x, y, mean, covariance = regression()
+    tx = optax_smile.psmile(num_data=NUM_DATA, key=0)
+
+    def loss(w, rows):
+        return jnp.mean((jnp.asarray(x)[rows] @ w - jnp.asarray(y)[rows]) ** 2) / 2
+
+    def call(carry, key):
+        rows = jax.random.randint(key, (BATCH,), 0, NUM_DATA)
+        updates, state = tx.update(jax.grad(loss)(carry[0], rows), carry[1], carry[0])
+        return (optax.apply_updates(carry[0], updates), state), carry[0]
+
+    starts = jnp.tile(jnp.asarray(mean, jnp.float32), (CHAINS, 1))
+    states = parallel.init(tx, starts, key=jax.random.key(1))
+    keys = jax.random.split(jax.random.key(2), (CHAINS, CALLS))
+    run = jax.jit(jax.vmap(lambda *x: jax.lax.scan(call, x[:2], x[2])[1]))
+    draws = np.asarray(run(starts, states, keys)[:, CALLS // 4 :], float)
+    values, axes = np.linalg.eigh(covariance)
+    relative = (draws - mean) @ axes / np.sqrt(values)
+    variances = (relative**2).mean((0, 1))
+    assert np.all((variances > 0.85) & (variances < 1.15)), variances
+    # Of each chain, which the default of networks, with its long memory, has above .4 and .15.
+    assert np.sqrt(np.mean((relative.var(1) - 1) ** 2)) < 0.2
+    assert np.sqrt(np.mean(relative.mean(1) ** 2)) < 0.12
+
+
+def test_larger_trees_keep_one_number_per_parameter():
+    for largest, has_matrix in ((SIZE, True), (SIZE - 1, False)):
+        state: Any = FullMatrix(largest=largest).init({"a": jnp.ones((2, 2)), "b": jnp.ones(1)})
+        assert (state.matrix is not None) == has_matrix
