@@ -45,7 +45,7 @@ def slow_matrix(deviations):
     first, length = WINDOW, WINDOW + WINDOW // 2
     while first + length <= len(deviations):
         part = deviations[first : first + length]
-        raised = np.eye(size)[np.arange(1, length + 1) % size] * np.sqrt(1e-4 * size * mean)
+        raised = np.eye(size)[np.arange(1, length + 1) % size] * np.sqrt(1e-3 * size * mean)
         moment = np.linalg.inv(found) * 4 * size + (part + raised).T @ (part + raised) / mean
         inverse = np.linalg.inv(moment / (4 * size + length))
         square = np.einsum("ti,ij,tj->", part, found, part) / size
@@ -75,7 +75,8 @@ def test_width_is_that_of_a_gaussian_before_it_is_explored():
     places = drifts.cumsum(0)
     gradients = curvature * places + random.normal(size=drifts.shape)
     # In coordinates that are round already the matrix stays near one.
-    states = observed(FullMatrix(first_window=WINDOW), *np.float32([gradients, drifts]))
+    given = (jnp.asarray(x, jnp.float32) for x in (gradients, drifts))
+    states = observed(FullMatrix(first_window=WINDOW), *given)
     explored = np.sqrt(places.var(0).sum())
     assert np.isinf(states.matrix.width[WINDOW])
     width = states.matrix.last_width[-2]

@@ -19,16 +19,15 @@ from optax_smile import _tree
 from optax_smile._packed import Real
 from optax_smile._types import Tree
 from optax_smile.stages.evidence import GradientWeight
-from optax_smile.stages.scale import (
-    SMALLEST_RELATIVE_VARIANCE,
-    MeanSquare,
-    MeanSquareState,
-)
+from optax_smile.stages.scale import MeanSquare, MeanSquareState
 
 # Largest number of parameters of which `psmile` measures a matrix.
 LARGEST = 256
 # Weight, in gradients of a window per parameter, of the matrix of the window before.
 LAST_MATRIX = 4
+# In no direction does the second moment fall below this share of its mean: in a network the
+# flattest directions are straight for short distances only.
+SMALLEST_MOMENT = 1e-3
 # A width that grows from one window to the next by a factor counts as this power of it larger.
 EXTRAPOLATION = 3
 
@@ -93,7 +92,7 @@ class FullMatrix(MeanSquare):
 
     so directions that a window does not show keep their scale. Each gradient changes the factor by
     a product with a vector, without a decomposition (the square root form of recursive least
-    squares, Potter 1963). In no direction does the second moment fall below 1e-4 of its mean.
+    squares, Potter 1963). In no direction does the second moment fall below .001 of its mean.
 
     The width of the posterior comes from the slope h of the gradient over the position,
     sum of (phi - mean) . (w - mean) / sum of |phi - mean|^2, which is the mean curvature even where
@@ -175,7 +174,7 @@ class FullMatrix(MeanSquare):
         mean = (1 - 1 / count) * state.mean_whitened + square / count
         # In one entry after the other the second moment stays away from zero.
         is_raised = jnp.arange(size) == number % size
-        floor = jnp.sqrt(SMALLEST_RELATIVE_VARIANCE * size * before) * is_raised
+        floor = jnp.sqrt(SMALLEST_MOMENT * size * before) * is_raised
         scaled = (deviation + floor) / jnp.sqrt(LAST_MATRIX * size * before)
         along = jnp.where(enters, _tree.product(scaled, state.next_entries), 0)
         root = jnp.sqrt(1 + along @ along)
