@@ -395,7 +395,14 @@ PROBLEMS = {
 # What of LeNet is in each column.
 ON_LENET = {ENSEMBLE: {}, "checkpoints": {"learning_rate": 0.002}, OURS: {}}
 ON_LENET["psmile, cold"] = {"temperature": "auto", "angle": 0.3}
-CANDIDATES = (OURS, "psmile, cold", "psmile, long steps", "psmile, around the start", "optimizer")
+CANDIDATES = (
+    OURS,
+    "psmile, cold",
+    "psmile, long steps",
+    "psmile, around the start",
+    "optimizer",
+    "Muon",
+)
 SIZED = ("energy", "digits", "2,000 images", "54,000 images", "LeNet")
 
 

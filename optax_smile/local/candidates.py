@@ -20,6 +20,8 @@ from optax_smile.stages.step_size import angle_tuner
 
 # Number of batches used to estimate the curvature of the loss.
 MOST_BATCHES = 20
+# Of Muon, as measured in `benchmarks/notes/matrices.md`.
+MUON_RATE, MUON_DECAY = 8e-3, 0.02
 
 
 @_check.arguments(
@@ -51,6 +53,8 @@ def network_candidates(
     - `"psmile, around the start"`: with `decoherence_length="turning"`, `angle_tuner(0.1)`, and a
       prior centred at the trained weights, as precise as `allowed` and the curvature there require.
     - `"optimizer"`: continues training and averages the predictions of its iterates.
+    - `"Muon"`: the same with `optax.contrib.muon` at the rate 8e-3, for arrays of two or more axes,
+      whose last one has the columns; AdamW at 1e-3 for the others. Weight decay 0.02.
 
     Args:
         loss_fn: mean loss `loss_fn(params, batch)`, without random numbers.
@@ -69,7 +73,7 @@ def network_candidates(
         >>> loss_fn = lambda params, batch: jnp.mean((batch @ params) ** 2)
         >>> given = loss_fn, jnp.ones((2, 3)), [jnp.eye(3)], optax.sgd(0.1)
         >>> list(optax_smile.local.network_candidates(*given, num_data=3, key=0))
-        ['psmile', 'psmile, cold', 'psmile, around the start', 'optimizer']
+        ['psmile', 'psmile, cold', 'psmile, around the start', 'optimizer', 'Muon']
     """
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(params))
     losses = jax.jit(lambda batch, at: jax.vmap(loss_fn, (0, None))(at, batch))
@@ -89,4 +93,16 @@ def network_candidates(
         "psmile, cold" if temperature < 1 else "psmile, long steps": cold,
         "psmile, around the start": make(prior_mean="start", prior_precision=precision, **turning),
         "optimizer": optimizer,
+        "Muon": optax.contrib.muon(
+            MUON_RATE,
+            weight_decay=MUON_DECAY,
+            adam_learning_rate=1e-3,
+            muon_weight_dimension_numbers=functools.partial(jax.tree.map, _axes),
+        ),
     }
+
+
+def _axes(leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+    """Take the last axis for the columns and all others for the rows, as in kernels of Flax."""
+    last = leaf.ndim - 1
+    return optax.contrib.MuonDimensionNumbers(tuple(range(last)), (last,)) if last > 0 else None
