@@ -16,6 +16,7 @@ from optax_smile._types import Batch, Options
 from optax_smile.chains._checks import check_list, curvature
 from optax_smile.potential import Potential, cold_temperature, strength_for
 from optax_smile.samplers.smile import psmile
+from optax_smile.stages.spectral import default_axes
 from optax_smile.stages.step_size import angle_tuner
 
 # Number of batches used to estimate the curvature of the loss.
@@ -97,12 +98,12 @@ def network_candidates(
             MUON_RATE,
             weight_decay=MUON_DECAY,
             adam_learning_rate=1e-3,
-            muon_weight_dimension_numbers=functools.partial(jax.tree.map, _axes),
+            muon_weight_dimension_numbers=functools.partial(jax.tree.map, _dimensions),
         ),
     }
 
 
-def _axes(leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-    """Take the last axis for the columns and all others for the rows, as in kernels of Flax."""
-    last = leaf.ndim - 1
-    return optax.contrib.MuonDimensionNumbers(tuple(range(last)), (last,)) if last > 0 else None
+def _dimensions(leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+    """Describe a matrix for Muon; None for a leaf that is none."""
+    axes = default_axes(leaf)
+    return None if axes is None else optax.contrib.MuonDimensionNumbers(*axes)

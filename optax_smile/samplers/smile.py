@@ -135,10 +135,11 @@ def psmile(
     If `descent` exceeds 3 later, s is reset to 1 and the windows start again.
 
     With at most 256 parameters, the scale becomes a matrix from the second window on:
-    theta <- theta + eps A u and grad U -> A^T grad U, where A A^T is the inverse of the mean of
-    g g^T, normalized and shrunk likewise. Then features may be correlated. Where this makes the
-    posterior round, its mean curvature shows how wide it is, and `angle_tuner()` chooses steps in
-    which the momentum lasts for this width.
+    theta <- theta + eps A u, and A^T grad U turns u. A A^T is the inverse of the mean of g g^T up
+    to a factor, shrunk towards that of the window before. So the sampler also evens out
+    correlations, such as those of the features of a regression. If the posterior is round in these
+    coordinates, its mean curvature tells how wide it is. The default step size is then such that
+    the momentum lasts for this width, see `angle_tuner`.
 
     The sampler also adds isotropic noise of its own, the explicit noise (see
     `decoherence_length`). It reduces the bias that remains because the gradient noise is not
@@ -229,8 +230,8 @@ def psmile(
 
     Cost: one gradient per call. State: three arrays of the size of the parameters, and a random
     projection ("sketch") of the last gradient; for its size see `smile`. With at most 256
-    parameters, two matrices, and eight products of a matrix and a vector per call: for a regression
-    of 30 weights 1.2 times the time of a step, of 256 weights twice.
+    parameters d, also two arrays of d^2 entries: a step of a regression of 30 weights takes 1.2
+    times as long as with a diagonal scale, of 256 weights twice as long.
     `decoherence_length=None` and `"minimal_norm"` each add one array of the size of the parameters.
 
     Example:

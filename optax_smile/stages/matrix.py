@@ -62,7 +62,9 @@ class MatrixState(NamedTuple):
     width: Real
 
 
-def _begin(matrix: jax.Array, mean: jax.Array, last_width: jax.Array, width: jax.Array):
+def _begin(
+    matrix: jax.Array, mean: jax.Array, last_width: jax.Array, width: jax.Array
+) -> MatrixState:
     """Begin a window in the coordinates of a matrix."""
     zero, zeros = jnp.zeros_like(mean), jnp.zeros_like(matrix, shape=len(matrix))
     # A buffer for each: loops donate the state.
@@ -88,11 +90,12 @@ class FullMatrix(MeanSquare):
     The first window is that of `MeanSquare`, and its scale that of the second window. Then, with
     the whitened gradients w = A^T g of a window of n gradients, or (g - g_before) / sqrt(2),
 
-        A <- A M^(-1/2),    M = (4 d + sum of w w^T / mean(w^2)) / (4 d + n)
+        A <- c A M^(-1/2),    M = (4 d + sum of w w^T / m) / (4 d + n)
 
-    so directions that a window does not show keep their scale. Each gradient changes the factor by
-    a product with a vector, without a decomposition (the square root form of recursive least
-    squares, Potter 1963). In no direction does the second moment fall below .001 of its mean.
+    where m is the mean of w^2 over the windows before, and c keeps it. Directions that a window
+    does not show keep their scale. A rank-one update per gradient computes A M^(-1/2), up to a
+    rotation, without a decomposition (the square root form of recursive least squares, Potter
+    1963). In no direction does the second moment fall below .001 of its mean.
 
     The width of the posterior comes from the slope h of the gradient over the position,
     sum of (phi - mean) . (w - mean) / sum of |phi - mean|^2, which is the mean curvature even where
@@ -122,12 +125,7 @@ class FullMatrix(MeanSquare):
         return None if state.matrix is None else state.matrix.width
 
     def observe(
-        self,
-        state: MeanSquareState,
-        gradient: Tree,
-        weight: GradientWeight,
-        direction: Tree,
-        drift: Tree,
+        self, state: Tree, gradient: Tree, weight: GradientWeight, direction: Tree, drift: Tree
     ) -> MeanSquareState:
         """Add a gradient, and use the next matrix once the window closes."""
         after = super().observe(state, gradient, weight, direction, drift)
@@ -139,7 +137,7 @@ class FullMatrix(MeanSquare):
         count = jnp.maximum(number, 1).astype(old.width.dtype)
         deviation = weight.trust * _tree.flat(self.deviation(state, gradient))
         force = weight.trust * _tree.product(_tree.flat(gradient), old.entries)
-        new = self._measure(old, deviation, number, count, enters & ~is_first)
+        new = self._measure(old, deviation, count, enters & ~is_first)
         new, width = _locate(new, force, _tree.flat(drift), count, enters)
 
         # The mean of the whitened squares stays.
@@ -153,27 +151,21 @@ class FullMatrix(MeanSquare):
         change = jnp.maximum(width / old.last_width, old.last_width / width)
         is_known = jnp.isfinite(width) & jnp.isfinite(old.last_width)
         extrapolated = jnp.where(is_known, width * change**EXTRAPOLATION, jnp.inf)
-        found = width, extrapolated
-        found = (jnp.where(weight.restart, jnp.inf, x).astype(count.dtype) for x in found)
-        begun = _begin(matrix, mean.astype(count.dtype), *found)
+        widths = (jnp.where(weight.restart, jnp.inf, x) for x in (width, extrapolated))
+        begun = _begin(matrix, mean, *widths)
         return after._replace(matrix=optax.tree.where(closes | weight.restart, begun, new))
 
     def _measure(
-        self,
-        state: MatrixState,
-        deviation: jax.Array,
-        number: jax.Array,
-        count: jax.Array,
-        enters: jax.Array,
+        self, state: MatrixState, deviation: jax.Array, count: jax.Array, enters: jax.Array
     ) -> MatrixState:
-        """Add the deviation of a gradient to the second moment in the factor."""
+        """Add the deviation of a gradient, the one of number `count` in its window."""
         if self.differences:
             deviation *= math.sqrt(0.5)
         size, before = len(deviation), state.mean_before
         square = jnp.mean(_tree.product(deviation, state.entries) ** 2)
         mean = (1 - 1 / count) * state.mean_whitened + square / count
         # In one entry after the other the second moment stays away from zero.
-        is_raised = jnp.arange(size) == number % size
+        is_raised = jnp.arange(size) == count % size
         floor = jnp.sqrt(SMALLEST_MOMENT * size * before) * is_raised
         scaled = (deviation + floor) / jnp.sqrt(LAST_MATRIX * size * before)
         along = jnp.where(enters, _tree.product(scaled, state.next_entries), 0)
@@ -181,7 +173,7 @@ class FullMatrix(MeanSquare):
         change = _tree.product(state.next_entries, along)
         return state._replace(
             next_entries=state.next_entries - jnp.outer(change, along / (root * (1 + root))),
-            mean_whitened=jnp.where(enters, mean, state.mean_whitened).astype(before.dtype),
+            mean_whitened=jnp.where(enters, mean, state.mean_whitened),
         )
 
 
@@ -195,8 +187,8 @@ def _locate(
     position, rate = state.position + drift, 1 / count
     moved = jnp.where(enters, position - state.mean_position, 0)
     pulled = jnp.where(enters, force - state.mean_force, 0)
-    covariance = state.covariance + (1 - rate) * moved @ pulled
-    spread = state.spread + (1 - rate) * moved @ moved
+    covariance = state.covariance + (1 - rate) * _tree.product(moved, pulled)
+    spread = state.spread + (1 - rate) * _tree.product(moved, moved)
     rises = (covariance > 0) & (spread > 0)
     width = jnp.sqrt(len(moved) * spread / jnp.where(rises, covariance, 1))
     state = state._replace(

@@ -190,12 +190,7 @@ class MovingVariance(Preconditioner):
         return jax.tree.map(jnp.subtract, gradient, state.gradient_mean)
 
     def observe(
-        self,
-        state: MovingVarianceState,
-        gradient: Tree,
-        weight: GradientWeight,
-        direction: Tree,
-        drift: Tree,
+        self, state: Tree, gradient: Tree, weight: GradientWeight, direction: Tree, drift: Tree
     ) -> MovingVarianceState:
         """Average the deviation and its square."""
         rate, size = jnp.where(weight.counts, 1 - self.noise_decay, 0), _tree.size(gradient)
@@ -282,14 +277,14 @@ class MeanSquare(Preconditioner):
             window=jnp.full((), self.first_window, jnp.int32),
         )
 
-    def deviation(self, state: Tree, gradient: optax.Updates) -> optax.Updates:
+    def deviation(self, state: MeanSquareState, gradient: optax.Updates) -> optax.Updates:
         """Return the gradient, or its difference to the one before."""
         if state.last_gradient is None:
             return gradient
         return jax.tree.map(jnp.subtract, gradient, state.last_gradient)
 
     def _advance(
-        self, state: Tree, weight: GradientWeight
+        self, state: MeanSquareState, weight: GradientWeight
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Number of the gradient in its window, the window's length, and whether it closes."""
         none_yet = -1 if self.differences else 0
@@ -305,12 +300,7 @@ class MeanSquare(Preconditioner):
         return ~closes & ~(weight.restart & (state.window > self.first_window))
 
     def observe(
-        self,
-        state: MeanSquareState,
-        gradient: Tree,
-        weight: GradientWeight,
-        direction: Tree,
-        drift: Tree,
+        self, state: Tree, gradient: Tree, weight: GradientWeight, direction: Tree, drift: Tree
     ) -> MeanSquareState:
         """Average the square, and use the average once its window closes."""
         number, window, closes = self._advance(state, weight)

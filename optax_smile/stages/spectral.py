@@ -211,7 +211,7 @@ class Spectral(Momentum):
         """Find the axes of rows and of columns of each leaf; None for one that is no matrix."""
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         if self.matrices is None:
-            return [_by_default(leaf) for _, leaf in leaves]
+            return [default_axes(leaf) for _, leaf in leaves]
 
         def is_entry(node: Unchecked) -> bool:
             return node is None or isinstance(node, MuonDimensionNumbers)
@@ -234,7 +234,7 @@ class Spectral(Momentum):
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _by_default(leaf: jax.Array) -> Axes | None:
+def default_axes(leaf: jax.Array) -> Axes | None:
     """Take the last axis for the columns and all others for the rows, as in kernels of Flax."""
     return None if leaf.ndim < 2 else (tuple(range(leaf.ndim - 1)), (leaf.ndim - 1,))
 

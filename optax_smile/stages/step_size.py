@@ -22,8 +22,7 @@ from optax_smile.stages.evidence import LARGEST_RATIO, SMALLEST_STEP, Evidence
 # the change is as large as that of independent noise.
 ANGLE = 0.06
 NOISE_PART = 0.5
-# Where the width of the posterior is known, the angle is at most this; on the way there, it is the
-# second number.
+# The largest angle for the width of a posterior, and the angle while a chain is on its way.
 WIDEST_ANGLE, ANGLE_ON_THE_WAY = 0.5, 1.0
 # Largest angle by which a whole gradient may turn it.
 LARGEST_ANGLE = 1.0
