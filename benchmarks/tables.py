@@ -210,6 +210,16 @@ def above(angle: float) -> tuple[str, Cell]:
 
 
 # Draws against NUTS, and known posteriors.
+FIXED_ANGLES = ("0.06", "0.12", "0.25", "0.5", "1.0")
+
+
+def regular(method: str) -> Cell:
+    """Error of the variance, and in parentheses the bias of the pooled one."""
+    pick = Pick({"method": method})
+    error = stat("variance_error", max, ".3f", pick), stat("variance_error_se", max, ".3f", pick)
+    return join(join(*error, sep=" ± "), " (", stat("bias", max, "+.3f", pick), ")")
+
+
 # Fewer independent draws than these do not show whether a bound is met.
 ENOUGH_DRAWS = 100
 BOUNDS = {"mean": 0.1, "sd": 0.1, "w1": 0.12}
@@ -558,6 +568,35 @@ TABLES: dict[str, Table] = {
         ("gradients", "{num_gradients:,}"),
         ("precision", stat(lambda r: r["precision"] or None, max, ".2g")),
         *((x, lambda view, x=x, n=n: at_end(view, x, n)) for x, n in SEEN.items()),
+    ),
+    "regular": Table(
+        "regular",
+        found("size", "per_pass", "num_gradients", "order"),
+        {"features": "independent", "start": "mode"},
+    ).shows(
+        *under("weights, batches per pass, order", "{size}", "{per_pass}", "{order}"),
+        ("gradients", "{num_gradients:,}"),
+        *((x, regular(x)) for x in (OURS, *(f"diagonal {x}" for x in FIXED_ANGLES))),
+    ),
+    "correlated": Table(
+        "regular", found("size", "order", "method"), {"features": "correlated"}
+    ).shows(
+        *under("weights, order, method", "{size}", "{order}", "{method}"),
+        *under(
+            "smallest, largest variance / exact",
+            stat("variances.*", min, ".2f"),
+            stat("variances.*", max, ".2f"),
+        ),
+        ("mean of them - 1", mean("bias", 3, "+")),
+        *under("error of variance, of mean", *map(mean, ("variance_error", "mean_error"))),
+        *under(
+            "at 6,000: error of variance, of mean ",
+            *map(mean, ("early.variance_error", "early.mean_error")),
+        ),
+    ),
+    "from-zeros": Table("regular", found("size", "method"), {"start": "zeros"}).shows(
+        *under("weights, method, gradients", "{size}", "{method}", "{arrival:,.0f}"),
+        ("arrived", "{num_arrived} of {num_chains}"),
     ),
     "posteriors": Table("agreement", every(), {"part": "posteriors"}).shows(
         *under("posterior, sampler", "{data}", "{method}"),

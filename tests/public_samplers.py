@@ -30,14 +30,7 @@ def quick_psmile(*args, **arguments):
     """Make `psmile`, but measure the scale within the few calls of a test."""
     scale: Any = inspect.unwrap(optax_smile.psmile)(*args, **arguments)
     scale = dataclasses.replace(scale, first_window=4)
-    return optax_smile.smile(*args, **arguments, preconditioner=scale)
-
-
-@functools.wraps(optax_smile.psmile)
-def diagonal_psmile(*args, **arguments):
-    """Make `psmile`, but with the diagonal scale that it has for many parameters."""
-    scale: Any = inspect.unwrap(optax_smile.psmile)(*args, **arguments)
-    scale = dataclasses.replace(scale, largest=0)
+    arguments.pop("largest_matrix", None)
     return optax_smile.smile(*args, **arguments, preconditioner=scale)
 
 
@@ -56,6 +49,7 @@ VALID: dict[str, Any] = {
     "total_steps": 8,
     "num_cycles": 2,
     "exploration": 0.5,
+    "largest_matrix": 10,
     "tuner": optax_smile.quantile_tuner(),
     "reject_quantile": 0.9,
     "preconditioner": optax_smile.Preconditioner(),

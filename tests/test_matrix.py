@@ -122,7 +122,7 @@ def test_a_rejected_step_goes_back_in_the_coordinates_of_its_drift():
     assert np.any(np.diff(matrices, axis=0), axis=(1, 2)).sum() >= 4
 
 
-NUM_DATA, BATCH, CHAINS, CALLS = 600, 60, 8, 6_000
+NUM_DATA, BATCH, CHAINS, CALLS = 600, 12, 16, 12_000
 
 
 @functools.cache
@@ -136,33 +136,40 @@ def regression():
 
 
 def test_correlated_features():
-    """In each eigendirection of the posterior; with a diagonal scale .44 to 1.3."""
+    """In each eigendirection of the posterior; with a diagonal scale .56 to 1.04."""
     x, y, mean, covariance = regression()
     tx = optax_smile.psmile(num_data=NUM_DATA, key=0)
 
     def loss(w, rows):
         return jnp.mean((jnp.asarray(x)[rows] @ w - jnp.asarray(y)[rows]) ** 2) / 2
 
-    def call(carry, key):
-        rows = jax.random.randint(key, (BATCH,), 0, NUM_DATA)
+    def call(carry, rows):
         updates, state = tx.update(jax.grad(loss)(carry[0], rows), carry[1], carry[0])
         return (optax.apply_updates(carry[0], updates), state), carry[0]
 
+    def one_pass(carry, key):
+        permuted = jax.random.permutation(key, NUM_DATA).reshape(-1, BATCH)
+        return jax.lax.scan(call, carry, permuted)
+
     starts = jnp.tile(jnp.asarray(mean, jnp.float32), (CHAINS, 1))
     states = parallel.init(tx, starts, key=jax.random.key(1))
-    keys = jax.random.split(jax.random.key(2), (CHAINS, CALLS))
-    run = jax.jit(jax.vmap(lambda *x: jax.lax.scan(call, x[:2], x[2])[1]))
-    draws = np.asarray(run(starts, states, keys)[:, CALLS // 4 :], float)
+    keys = jax.random.split(jax.random.key(2), (CHAINS, CALLS * BATCH // NUM_DATA))
+    run = jax.jit(jax.vmap(lambda *x: jax.lax.scan(one_pass, x[:2], x[2])[1]))
+    draws = run(starts, states, keys).reshape(CHAINS, CALLS, SIZE)
+    draws = np.asarray(draws[:, CALLS // 4 :], float)
     values, axes = np.linalg.eigh(covariance)
     relative = (draws - mean) @ axes / np.sqrt(values)
     variances = (relative**2).mean((0, 1))
     assert np.all((variances > 0.85) & (variances < 1.15)), variances
-    # Of each chain; with a diagonal scale, and the long memory that goes with it, .44 and .27.
-    assert np.sqrt(np.mean((relative.var(1) - 1) ** 2)) < 0.2
-    assert np.sqrt(np.mean(relative.mean(1) ** 2)) < 0.12
+    # The noise of permutations cancels over a pass: at twice the angle the mean is .92.
+    assert variances.mean() > 0.96
+    # Of each chain; with a diagonal scale, and the long memory that goes with it, .48 and .33.
+    assert np.sqrt(np.mean((relative.var(1) - 1) ** 2)) < 0.35
+    assert np.sqrt(np.mean(relative.mean(1) ** 2)) < 0.16
 
 
 def test_larger_trees_keep_one_number_per_parameter():
     for largest, has_matrix in ((SIZE, True), (SIZE - 1, False)):
-        state: Any = FullMatrix(largest=largest).init({"a": jnp.ones((2, 2)), "b": jnp.ones(1)})
-        assert (state.matrix is not None) == has_matrix
+        tx: Any = optax_smile.psmile(num_data=1, largest_matrix=largest, key=0)
+        state = tx.init({"a": jnp.ones((2, 2)), "b": jnp.ones(1)})
+        assert (state.unpack().dynamics.preconditioner.matrix is not None) == has_matrix

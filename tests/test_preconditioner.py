@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from public_samplers import diagonal_psmile, quick_psmile
+from public_samplers import quick_psmile
 from test_momentum import plain
 
 import optax_smile
@@ -170,7 +170,7 @@ def test_both_gradients_of_a_step_may_share_a_batch():
     spread = np.geomspace(0.1, 10, 12)
     # Of one length, so that none is outlying.
     noises = (spread * np.random.default_rng(5).choice([-1, 1], (70, 12))).astype(np.float32)
-    tx = plain(1e-6, diagonal_psmile, integrator="minimal_norm")
+    tx = plain(1e-6, optax_smile.psmile, largest_matrix=0, integrator="minimal_norm")
     params, update = jnp.zeros(12), jax.jit(tx.update)
     state = tx.init(params)
     for noise in np.repeat(noises, 2, axis=0):
@@ -235,7 +235,7 @@ def test_sampler_whitens_the_gradient_of_the_energy_with_the_scale_before():
     gradients = noisy_gradients(80, size).astype(np.float32)
     gradients -= gradients.mean(axis=0)
     posterior = {"num_data": 20.0, "prior_precision": 0.1, "temperature": 4.0}
-    tx = plain(0.3, diagonal_psmile, **posterior)
+    tx = plain(0.3, optax_smile.psmile, largest_matrix=0, **posterior)
     params, energies = jnp.linspace(-2, 2, size), []
     update, scale, state = jax.jit(tx.update), np.ones(size), tx.init(params)
     for gradient in gradients:

@@ -10,7 +10,7 @@ from optax_smile import _check
 from optax_smile._types import LogPrior, StepSize, Tree
 from optax_smile.samplers._microcanonical import sampler
 from optax_smile.stages.integrator import Decoherence, IntegratorName
-from optax_smile.stages.matrix import FullMatrix
+from optax_smile.stages.matrix import LARGEST, FullMatrix
 from optax_smile.stages.scale import Preconditioner
 from optax_smile.stages.spectral import Norm
 from optax_smile.stages.step_size import Tuner
@@ -100,7 +100,7 @@ def smile(
     return Preconditioner() if preconditioner is None else preconditioner
 
 
-@sampler()
+@sampler(largest_matrix=_check.Whole(0) | None)
 def psmile(
     step_size: StepSize | None = None,
     *,
@@ -113,6 +113,7 @@ def psmile(
     tuner: Tuner | None = None,
     reject_quantile: float | None = None,
     decoherence_length: Decoherence | None = "matched",
+    largest_matrix: int | None = None,
     key: jax.Array | int | None = None,
 ) -> Preconditioner:
     """Sample like `smile`, in scaled coordinates whose gradient entries are about equally large.
@@ -134,12 +135,12 @@ def psmile(
     standard deviation of such decreases in a stationary chain. Until the first window ends, s = 1.
     If `descent` exceeds 3 later, s is reset to 1 and the windows start again.
 
-    With at most 256 parameters, the scale becomes a matrix from the second window on:
+    With at most `largest_matrix` parameters, the scale becomes a matrix from the second window on:
     theta <- theta + eps A u, and A^T grad U turns u. A A^T is the inverse of the mean of g g^T up
     to a factor, shrunk towards that of the window before. So the sampler also evens out
     correlations, such as those of the features of a regression. If the posterior is round in these
     coordinates, its mean curvature tells how wide it is. The default step size is then such that
-    the momentum lasts for this width, see `angle_tuner`.
+    the momentum lasts for twice this width, see `angle_tuner`.
 
     The sampler also adds isotropic noise of its own, the explicit noise (see
     `decoherence_length`). It reduces the bias that remains because the gradient noise is not
@@ -197,6 +198,8 @@ def psmile(
               gradients have little noise and the posterior is about equally wide in all directions,
               such as with a strong prior around trained weights. Otherwise it mixes more slowly.
             - None: no explicit noise, as in the paper.
+        largest_matrix: number of parameters, >= 0, up to which the scale is a matrix. None: 256; 0:
+            never.
         key: JAX key or seed. Required unless `decoherence_length` is None. To give chains under
             `vmap` different keys, use `optax_smile.parallel.init(sampler, params, key=key)`.
 
@@ -229,8 +232,8 @@ def psmile(
         ValueError: from `update`, `params` is missing, see `tracked`.
 
     Cost: one gradient per call. State: three arrays of the size of the parameters, and a random
-    projection ("sketch") of the last gradient; for its size see `smile`. With at most 256
-    parameters d, also two arrays of d^2 entries: a step of a regression of 30 weights takes 1.2
+    projection ("sketch") of the last gradient; for its size see `smile`. With a matrix, also two
+    arrays of d^2 entries for d parameters: a step of a regression of 30 weights takes 1.2
     times as long as with a diagonal scale, of 256 weights twice as long.
     `decoherence_length=None` and `"minimal_norm"` each add one array of the size of the parameters.
 
@@ -245,4 +248,5 @@ def psmile(
     paper changes with the gradient while the chain moves. The chain then no longer samples the
     posterior.
     """
-    return FullMatrix(differences=decoherence_length is None)
+    largest = LARGEST if largest_matrix is None else largest_matrix
+    return FullMatrix(differences=decoherence_length is None, largest=largest)
