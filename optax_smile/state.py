@@ -109,6 +109,9 @@ class Stats(NamedTuple):
     Attributes:
         step_size: step size of the current step; after a rejected call, of the next step. That of
             `psmile` is a length in scaled coordinates.
+        width: width of the posterior in the coordinates of `step_size`: the square root of its
+            total variance, from the mean curvature where the chain has been; inf until it is known,
+            NaN where `psmile` uses no matrix.
         energy_change: energy gained by the step that ended, nats; NaN if the call did not end a
             step or its energy is unknown.
         energy_mean, energy_std: moving mean and standard deviation of |energy_change|, nats; NaN
@@ -152,6 +155,7 @@ class Stats(NamedTuple):
     """
 
     step_size: jax.Array
+    width: jax.Array
     energy_change: jax.Array
     energy_mean: jax.Array
     energy_std: jax.Array

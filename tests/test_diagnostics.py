@@ -359,6 +359,7 @@ FOUND: dict[str, tuple[dict[str, Any], set]] = {
     "rejections": ({"num_rejected": np.tile(np.floor(0.4 * COUNT), (4, 1))}, set()),
     "more": ({"num_rejected": np.tile(np.floor(0.8 * COUNT), (4, 1))}, {("rejected steps", ALL)}),
     "small steps that mix": ({"step_size": FALLS}, {("step size", ALL)}),
+    "steps of a matrix": ({"step_size": FALLS, "width": np.ones((4, 100))}, set()),
     "small steps": ({"step_size": FALLS, "mean": 0.1 * WALK}, {("frozen", ALL)}),
     "what wanders": ({"step_size": CYCLES, "mean": WALK}, {("not settled", ALL)}),
     "outputs": ({"mean": np.stack(OUTPUTS, axis=-1)}, {("different modes", ALL)}),

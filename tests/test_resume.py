@@ -228,7 +228,7 @@ def test_a_directory_of_another_format_is_refused_and_its_version_named(copied):
     given = json.loads(file.read_text()) | {"format": 3, "versions": {"optax-smile": "0.0.7"}}
     file.write_text(json.dumps(given))
     for name, read in (("sample", run), ("load_snapshots", optax_smile.load_snapshots)):
-        rule = rf"`{name}.* of format 4, got format 3 in {file}, written by optax_smile 0.0.7"
+        rule = rf"`{name}.* of format 5, got format 3 in {file}, written by optax_smile 0.0.7"
         refused(rule, read, copied)
 
 

@@ -21,7 +21,7 @@ from optax_smile._disk import Json
 from optax_smile._types import Tree
 from optax_smile._version import __version__
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST = "manifest.json"
 # Precisions to which draws may be rounded on disk.
 StoredDtype = Literal["float16", "float32", "float64"]

@@ -69,9 +69,11 @@ class MicrocanonicalState(NamedTuple):
 
     def stats(self) -> Options:
         """Return what only the dynamics know of `Stats`."""
-        history = self.evidence
+        history, matrix = self.evidence, getattr(self.preconditioner, "matrix", None)
+        unknown = jnp.full_like(self.momentum.step_length, jnp.nan)
         return {
             "step_size": self.momentum.step_length,
+            "width": unknown if matrix is None else matrix.last_width,
             "energy_mean": history.energies.energy_mean,
             "energy_std": history.energies.energy_std,
             "num_outlying": history.turns.num_outlying,
