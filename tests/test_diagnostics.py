@@ -562,9 +562,10 @@ def test_a_prediction_must_be_by_draw_with_targets_of_these_draws():
 
 def test_without_arviz_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "arviz", None)
-    with pytest.raises(ImportError, match=r"pip install 'optax-smile\[diagnostics\]'"):
+    monkeypatch.setitem(sys.modules, "arviz_stats.base.array", None)
+    with pytest.raises(ImportError, match=r"needs ArviZ: pip install 'optax-smile\[arviz\]'"):
         diagnostics.to_arviz(Snapshots(np.zeros((2, 8, 2))))
-    with pytest.raises(ImportError, match="needs ArviZ"):
+    with pytest.raises(ImportError, match=r"arviz-stats: pip install 'optax-smile\[diagnostics\]'"):
         diagnostics.summary(Snapshots(autoregressive((2, 8, 2))))
     assert diagnostics.summary(Snapshots.from_members(np.ones((2, 3)))).num_draws == 1
 

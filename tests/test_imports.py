@@ -152,7 +152,9 @@ def test_import_loads_no_optional_dependency():
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = set(run.stdout.split())
     assert {"optax_smile", "jax", "optax"} <= loaded
-    optional = "flax matplotlib tqdm sklearn orbax safetensors arviz equinox tensorflow grain"
+    optional = (
+        "flax matplotlib tqdm sklearn orbax safetensors arviz arviz_stats equinox tensorflow grain"
+    )
     assert not loaded & {*optional.split(), "numpyro"}
 
 

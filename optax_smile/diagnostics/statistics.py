@@ -1,10 +1,10 @@
-"""R-hat, effective sample size and Monte Carlo error by ArviZ, and a run as ArviZ has it."""
+"""R-hat, effective sample size and Monte Carlo error by arviz-stats, and a run for ArviZ."""
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ class Posterior(_check.Constraint):
 
 def rhat(values: np.ndarray) -> np.ndarray:
     """R-hat (Vehtari et al. 2021) of chains `[chain, draw, ...]`; NaN where nothing moves."""
-    return _by_arviz("rhat", values)
+    return _by_arviz_stats("rhat", values)
 
 
 def rhat_within(values: np.ndarray) -> np.ndarray:
@@ -58,7 +58,7 @@ def rhat_within(values: np.ndarray) -> np.ndarray:
 
 def ess(values: np.ndarray) -> np.ndarray:
     """Bulk ESS (Vehtari et al. 2021) of all chains together, `[...]`; NaN if nothing moves."""
-    size = _by_arviz("ess", values, method="bulk")
+    size = _by_arviz_stats("ess", values, method="bulk")
     return np.where(np.ptp(values, axis=(0, 1)) > 0, size, np.nan)
 
 
@@ -74,7 +74,7 @@ def mcse_lppd(log_likelihood: np.ndarray) -> float:
     """
     average = log_mean_exp(log_likelihood, (0, 1))
     z = np.exp(log_likelihood - average).mean(axis=2)
-    return float(_by_arviz("mcse", z, method="mean"))
+    return float(_by_arviz_stats("mcse", z, method="mean"))
 
 
 @_check.arguments(snapshots=Posterior(), prediction=PREDICTION | None)
@@ -94,7 +94,10 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
     Raises:
         ValueError, ImportError: as `summary`.
     """
-    arviz = _import_arviz()
+    # Version 0.23 announces the next major version.
+    with _check.needed("`to_arviz` needs ArviZ", "arviz"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
+        arviz: Any = importlib.import_module("arviz")
     leaves = jax.tree_util.tree_leaves_with_path(snapshots.params)
     # A `DataTree` uses "/" for groups.
     named = [(_tree.name(map(_tree.entry, path), ".") or "params", x) for path, x in leaves]
@@ -127,25 +130,13 @@ def _variables(named: Sequence[tuple[str, ArrayLike]]) -> dict[str, np.ndarray]:
     return dict(zip(names, arrays, strict=True))
 
 
-def _import_arviz() -> ModuleType:
-    needs = "`optax_smile.diagnostics` needs ArviZ"
-    with _check.needed(needs, "diagnostics"), warnings.catch_warnings():
-        # Version 0.23 announces the next major version.
-        warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
-        import arviz
-    return arviz
-
-
-def _by_arviz(statistic: str, values: np.ndarray, **options: object) -> np.ndarray:
-    """Call a function of ArviZ on a data set of all values, a form that all versions have."""
-    function = getattr(_import_arviz(), statistic)
-    import xarray
-
-    points = values.reshape(*values.shape[:2], -1)
-    data = xarray.Dataset({"x": (("chain", "draw", "point"), points)})
+def _by_arviz_stats(statistic: str, values: np.ndarray, **options: object) -> np.ndarray:
+    """Call a function of arviz-stats on arrays `[chain, draw, ...]`."""
+    with _check.needed("`optax_smile.diagnostics` needs arviz-stats", "diagnostics"):
+        from arviz_stats.base.array import array_stats
     # Constant values divide by zero.
     with np.errstate(divide="ignore", invalid="ignore"):
-        return function(data, **options)["x"].values.reshape(values.shape[2:])
+        return getattr(array_stats, statistic)(values, chain_axis=0, draw_axis=1, **options)
 
 
 def log_mean_exp(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:

@@ -241,8 +241,8 @@ def summary(
     Raises:
         ValueError: no draws, iterates of an optimizer or draws chosen by their indices; a
             prediction without single draws or targets, or of other numbers of draws; NaN.
-        ImportError: ArviZ is not installed. R-hat and ESS need at least 8 draws per chain, or 4
-            with a `prediction`.
+        ImportError: arviz-stats is not installed. R-hat and ESS need at least 8 draws per chain,
+            or 4 with a `prediction`.
 
     Cost: about a millisecond per chain and chosen input, and one pass over the draws. At most two
     draws of each chain are in memory.

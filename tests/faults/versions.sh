@@ -18,7 +18,7 @@ requirements() {
 import sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-names = ("flax", "storage", "diagnostics", "eval", "plots", "progress")
+names = ("flax", "storage", "diagnostics", "arviz", "eval", "plots", "progress")
 wanted = sum((extras[name] for name in names), project["dependencies"])
 print(*(x.replace(">=", "==") if sys.argv[1] == "oldest" else x for x in wanted), sep="\n")
 PYTHON
