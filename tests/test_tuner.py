@@ -216,7 +216,9 @@ def test_what_a_gradient_says_of_the_turns():
 LONG: Any = step_size.AngleState(jnp.float32(1e6), jnp.float32(1e6))
 
 
-def turned(tuner, rate, mean, change=None, num_gradients=100, state: Any = LONG, **given):
+def turned(
+    tuner, rate, mean, change=None, num_gradients=100, state: Any = LONG, width=None, **given
+):
     """The step size and the new state after one gradient; after long steps, or the first."""
     given = {"share": 0.1, "base": 1.0, "resolution": 0.0, "changed": 0.0} | given
     share, base, resolution, changed = map(jnp.float32, given.values())
@@ -228,7 +230,7 @@ def turned(tuner, rate, mean, change=None, num_gradients=100, state: Any = LONG,
     )
     turns = evidence.TurnAverage(jnp.float32(mean), jnp.int32(num_gradients + 1), jnp.int32(0))
     others = {"turns": turns, "changes": changes, "turn_rate": jnp.float32(rate), "base": base}
-    others |= {"change_rate": changed, "resolution": resolution}
+    others |= {"change_rate": changed, "resolution": resolution, "width": width}
     evident = shown(0.0, averages(1.0, 0.5), num_gradients, **others)
     state = tuner.update(tuner.init(DTYPE) if state is None else state, evident)
     return float(state.step_size_factor * base), state
@@ -261,6 +263,15 @@ def test_step_size_is_the_angle_over_the_change(base):
         got = turned(tuner, 4, 4, 1, share=0.1, base=base, state=before, changed=changed)[0]
         assert got == pytest.approx(expected, rel=1e-5)
     assert turned(tuner, 1, 1e30, base=base, resolution=1e-7)[0] == pytest.approx(1e-7, rel=1e-5)
+
+
+@pytest.mark.parametrize("width, angle", [(np.inf, 0.06), (1.0, 0.25), (2.0, 0.125), (9.0, 0.06)])
+def test_momentum_lasts_for_twice_the_width_of_the_posterior(width, angle):
+    """Also after steps too short to tell a change: what is left of earlier ones is no rate."""
+    before = step_size.AngleState(jnp.float32(angle / 8), jnp.float32(angle / 8))
+    for change, resolution in ((4, 0), (1e-6, 2e-3)):
+        given = {"share": 1, "resolution": resolution, "width": width, "state": before}
+        assert turned(angle_tuner(), 4, 4, change, **given)[0] == pytest.approx(angle / 8, rel=1e-5)
 
 
 def test_average_of_the_angle_tuner_stays_after_adapt_steps():

@@ -221,11 +221,12 @@ class AngleTuner(Tuner):
         known &= changes.num_changes > 0
         share = jnp.where(known, jnp.nan_to_num(changes.share(), nan=1.0), 1)
         per_angle = jnp.minimum(NOISE_PART / jnp.maximum(share, NOISE_PART) ** 2, 1)
-        angle = per_angle * self._angle(evidence, over(per_angle, change))
+        rate = jnp.where(known, change, turn_rate)
+        angle = per_angle * self._angle(evidence, over(per_angle, rate))
         # Half way from the last length, on a logarithmic scale: the change may be proportional to
         # the length, and a whole correction would overshoot forever.
-        wanted = jnp.sqrt(state.usual_length) * jnp.sqrt(over(angle, change))
-        wanted = jnp.where(known, wanted, over(angle, turn_rate))
+        length = over(angle, rate)
+        wanted = jnp.where(known, jnp.sqrt(state.usual_length) * jnp.sqrt(length), length)
         wanted = jnp.minimum(wanted, over(LARGEST_ANGLE, turn_rate))
         shortest = jnp.maximum(resolution, jnp.finfo(wanted.dtype).eps)
         longest = jnp.maximum(shortest, GROWTH * state.step_size_factor * evidence.base)
