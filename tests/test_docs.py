@@ -122,6 +122,16 @@ def test_a_release_needs_the_tag_of_its_version():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
 
 
+def test_the_paper_cites_its_bibliography():
+    """In the form of the Journal of Open Source Software."""
+    _, head, text = (ROOT / "paper" / "paper.md").read_text().split("---\n", 2)
+    fields = {"title", "tags", "authors", "affiliations", "date", "bibliography"}
+    assert yaml.safe_load(head).keys() == fields
+    bibliography = (ROOT / "paper" / "paper.bib").read_text()
+    entries = re.findall(r"^@\w+\{(\w+),$", bibliography, re.MULTILINE)
+    assert sorted(entries) == sorted(set(re.findall(r"@(\w+)", text)))
+
+
 WRONG_WORDS = (
     ("psmile(num_data=100, key=1)", 'psmile(num_data=100, key=1, integrator="leapfrogg")'),
     ("psmile(num_data=100, key=1)", 'psmile(num_data=100, key=1, decoherence_length="match")'),
