@@ -3,9 +3,9 @@
     python benchmarks/tables.py            rewrite what stands between markers
     python benchmarks/tables.py --check    list what is stale, and exit with 1
 
-Pages are `README.md`, `notes/*.md`, and `faults.md` and `which-method.md` in `../docs`; records are
-`results/*.jsonl`, those of the paper `results/paper.jsonl`. Markers of a table stand on separate
-lines, those of a figure within a line:
+Pages are `README.md`, `notes/*.md`, `faults.md` and `which-method.md` in `../docs`, and our paper,
+`../paper/paper.md`; records are `results/*.jsonl`, those of Sommer et al. `results/paper.jsonl`.
+Markers of a table stand on separate lines, those of a figure within a line:
 
     <!-- table NAME --> <!-- end -->
     ... better by <!-- figure NAME -->0.05 ± 0.01<!-- end --> nats ...
@@ -832,8 +832,8 @@ def main() -> int:
     arguments = parser.parse_args()
     wrong = []
     notes = sorted((FOLDER / "notes").glob("*.md"))
-    docs = [FOLDER.parent / "docs" / name for name in ("faults.md", "which-method.md")]
-    for page in (FOLDER / "README.md", *notes, *docs):
+    others = ("docs/faults.md", "docs/which-method.md", "paper/paper.md")
+    for page in (FOLDER / "README.md", *notes, *(FOLDER.parent / name for name in others)):
         text = page.read_text(encoding="utf-8")
         if not arguments.check:
             text = rewritten(text)

@@ -29,6 +29,8 @@ nitpicky = True
 # Types of others, and of ours those that are no public names.
 nitpick_ignore_regex = [("py:.*", r"(?!optax_smile\b).*|optax_smile\.(stages\..*|parallel\.Carry)")]
 
+# The address of the version that search engines should show, on Read the Docs.
+html_baseurl = os.getenv("READTHEDOCS_CANONICAL_URL", "")
 html_theme, html_title = "furo", f"{project} {version}"
 html_static_path, templates_path = ["_static"], ["_templates"]
 html_css_files = ["pages.css"]

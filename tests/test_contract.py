@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from paper import PAPER
+from paper_settings import PAPER
 from public_samplers import SAMPLERS, accepts, quick_psmile, settings_of
 from runs import nightly
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from paper import PAPER
+from paper_settings import PAPER
 
 import optax_smile
 from optax_smile import Snapshots, diagnostics

@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from test_imports import public_objects
 
 import optax_smile
@@ -106,6 +108,28 @@ def test_extras_and_links_exist():
     named = re.findall(r"""(?:\.|optax-smile)\[([\w,]+)\]['"]""", pages)
     assert len(named) > 4
     assert set(",".join(named).split(",")) <= PROJECT["optional-dependencies"].keys()
+
+
+def test_a_release_needs_the_tag_of_its_version():
+    """By the command of release.yml itself. The citation names the same version."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    steps = {step.get("name"): step for step in workflow["jobs"]["build"]["steps"]}
+    command = ["bash", "-e", "-c", steps["The tag names the version"]["run"]]
+    version = optax_smile.__version__
+    for tag, status in ((f"v{version}", 0), ("v0.0.0", 1), (f"v{version}1", 1)):
+        run = subprocess.run(command, cwd=ROOT, env=os.environ | {"GITHUB_REF_NAME": tag})
+        assert run.returncode == status, tag
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+
+
+def test_the_paper_cites_its_bibliography():
+    """In the form of the Journal of Open Source Software."""
+    _, head, text = (ROOT / "paper" / "paper.md").read_text().split("---\n", 2)
+    fields = {"title", "tags", "authors", "affiliations", "date", "bibliography"}
+    assert yaml.safe_load(head).keys() == fields
+    bibliography = (ROOT / "paper" / "paper.bib").read_text()
+    entries = re.findall(r"^@\w+\{(\w+),$", bibliography, re.MULTILINE)
+    assert sorted(entries) == sorted(set(re.findall(r"@(\w+)", text)))
 
 
 WRONG_WORDS = (

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from paper import PAPER
+from paper_settings import PAPER
 from public_samplers import quick_psmile
 from test_langevin import flat, ulps
 from test_momentum import CALLS_PER_STEP
