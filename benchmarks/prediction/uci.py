@@ -182,6 +182,7 @@ METHODS = {
     "psmile_naive": method("psmile_naive", 5e-4, 1e-3, 2e-3, 4e-3),
     "smile": method("smile", None),
     "psmile": method("psmile", None),
+    "psmile, full matrix": method("psmile", None, largest_matrix=1_000),
 }
 ALL = ("deep ensemble", *METHODS)
 
