@@ -10,9 +10,9 @@ of the paper, which has no absolute bounds.
 Compute both gradients of a step on the same batch: `sample(..., batch_per="step")`. With a batch
 for each in a loop of your own, shuffle every pass, see `integrator` of `smile`.
 
-Source: Sommer et al., Stochastic microcanonical Langevin ensembles, ICML 2026, section 3 and
-appendix. Differences from the paper: the sign of e and the treatment of rejected points, see
-`optax_smile.smile`, and the initial averages.
+Source: Sommer et al., Can Microcanonical Langevin Dynamics Leverage Mini-Batch Gradient Noise?,
+ICML 2026, section 3 and appendix. Differences from the paper: the sign of e and the treatment of
+rejected points, see `optax_smile.smile`, and the initial averages.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def cells() -> list[records.Cell]:
     common |= {"features": "independent", "start": "zeros", "order": "replacement", "seed": 0}
     found += [
         dict(zip(fields, row, strict=True), method=method) | common
-        for row in [(3, 4, 100, 6_000), (10, 10, 100, 6_000), (50, 50, 100, 6_000)]
+        for row in [(3, 4, 100, 20_000), (10, 10, 100, 20_000), (50, 50, 100, 20_000)]
         for method in (DEFAULT, DIAGONAL)
     ]
     return found

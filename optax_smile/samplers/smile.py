@@ -92,10 +92,11 @@ def smile(
         >>> int(optax_smile.stats(state).num_gradients)
         20
 
-    Source: Sommer et al., Stochastic microcanonical Langevin ensembles, ICML 2026, algorithm 1.
-    Differences from the paper: leapfrog with a fresh batch per gradient instead of two gradients on
-    one batch; the sign of e; neither the gradient nor the loss at a rejected point is used. The
-    rules for step size and explicit noise are ours, see `benchmarks/notes/which-angle.md`.
+    Source: Sommer et al., Can Microcanonical Langevin Dynamics Leverage Mini-Batch Gradient Noise?,
+    ICML 2026, algorithm 1. Differences from the paper: leapfrog with a fresh batch per gradient
+    instead of two gradients on one batch; the sign of e; neither the gradient nor the loss at a
+    rejected point is used. The rules for step size and explicit noise are ours, see
+    `benchmarks/notes/which-angle.md`.
     """
     return Preconditioner() if preconditioner is None else preconditioner
 
