@@ -103,17 +103,19 @@ def test_disk_and_memory_hold_the_same_draws(runs):
     refused(rule, optax_smile.load_snapshots, disk.directory, like=other)
 
 
-def test_mean_of_each_chain_is_that_in_float64(runs):
+def test_mean_of_each_chain_is_that_in_float64(runs, tmp_path):
     """Of numbers whose sum in their own precision would lose the digits that differ."""
     memory, disk, _ = runs
     assert_same(disk.mean(), memory.mean())
     values = (1e4 + np.random.default_rng(0).normal(size=(2, 300, 3))).astype(np.float32)
-    half, number = jnp.asarray(values % 1, jnp.bfloat16), np.arange(600, dtype=np.int32).reshape(2, 300)
+    half = jnp.asarray(values % 1, jnp.bfloat16)
+    number = np.arange(600, dtype=np.int32).reshape(2, 300)
     found = optax_smile.Snapshots({"w": values, "half": half, "number": number}).mean()
     exact = values.astype(np.float64).mean(axis=1).astype(np.float32)
     np.testing.assert_array_equal(found["w"], exact)
     assert found["half"].dtype == jnp.bfloat16 and found["number"].tolist() == [0, 300]
-    refused("`Snapshots.mean.* at least one", optax_smile.Snapshots(values[:, :0]).mean)
+    optax_smile.Run(mean_loss, start(), [jnp.ones(2)], stub(), directory=tmp_path, key=0)
+    refused("`mean` needs at least one draw", optax_smile.load_snapshots(tmp_path).mean)
 
 
 def test_a_run_is_read_while_it_runs_and_where_it_began(runs, tmp_path):

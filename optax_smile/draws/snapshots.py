@@ -269,8 +269,7 @@ class Snapshots:
         UAI 2018.
         """
         if not self.num_draws:
-            rule = "draws of a run that has at least one"
-            _check.fail("Snapshots.mean", "self", rule, "none: the run ended in its warm-up")
+            raise ValueError("`mean` needs at least one draw; the run is still in its warm-up.")
         first = self._read(0)
         totals = [np.array(x, np.float64) for x in first]
         for draw in range(1, self.num_draws):
