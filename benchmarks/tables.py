@@ -699,6 +699,13 @@ TABLES: dict[str, Table] = {
         *map(drawn, (1, 2, 4, 8, 16)),
         ("all", *[join(mean("all"), " ({num_draws:,})")] * 2, "", ""),
     ),
+    "one-network": Table("few_draws", found("problem", problem=SIZED)).shows(
+        ("test LPPD", "{problem}"),
+        *((x, mean(f"one.{x}")) for x in ("trained", "one draw", "average weights")),
+        ("average weights - all draws", mean(minus("one.average weights", "all"), 3, "+")),
+        *((x, mean(f"one.{x}, of all chains")) for x in ("trained", "average weights")),
+        ("all draws", mean("all")),
+    ),
     "few-draws-optimism": Table("few_draws", each(problem=SIZED)).shows(
         *under("data, validation examples", "{problem}", "{num_validation:,}"),
         ("draws", "{num_draws:,}"),

@@ -3,7 +3,8 @@
 The chains of `psmile` on the problems of `selection.py`, colder than the posterior for images.
 `choose` selects 16 draws by their validation densities; the LPPD of the first k of them is that of
 the *test* data. Evenly spaced draws are one from each of k equal parts of all chains, laid end to
-end; their LPPD is the mean over ten places in the parts.
+end; their LPPD is the mean over ten places in the parts. One network: the average weights of each
+chain (`draws.mean()`), beside a trained network and a single draw, means over the chains.
 
     energy                 UCI, networks 16-16-16, 10 chains of 400 draws
     digits                 of scikit-learn, a layer of 128, 4 chains of 36 draws
@@ -71,6 +72,17 @@ def predicted(task: selection.Problem, draws: Any, data: Any, **options: Any) ->
     return optax_smile.predict(task.apply_fn, draws, data[0], **options)
 
 
+def one_network(task: selection.Problem, draws: Draws, test: np.ndarray) -> dict[str, float]:
+    """Test LPPD of one forward pass, and of one for each chain; see above."""
+    found = {"one draw": float(test.mean())}
+    for name, networks in (("trained", task.members), ("average weights", draws.mean())):
+        single = optax_smile.Snapshots.from_members(networks)
+        density = predicted(task, single, task.test, per="draw").each.log_density[:, 0]
+        density = density.reshape(draws.num_chains, -1).astype(float)
+        found |= {name: float(density.mean()), f"{name}, of all chains": lppd(density)}
+    return found
+
+
 def run_cell(cell: records.Cell) -> records.Record:
     """Sample, choose on validation data, and score on test data."""
     task, draws = sampled(cell)
@@ -91,6 +103,7 @@ def run_cell(cell: records.Cell) -> records.Record:
         "chosen": {str(k): lppd(chosen[:k]) for k in NUMBERS},
         "evenly": {str(k): evenly(density, k) for k in NUMBERS},
         "all": lppd(density),
+        "one": one_network(task, draws, test),
         "validation": [round(lppd(seen[:k]), 5) for k in range(1, len(indices) + 1)],
         "validation_all": float(np.mean(validation.log_density)),
         "num_chains_chosen": len(set(at[0].tolist())),
