@@ -272,6 +272,14 @@ def test_momentum_lasts_for_twice_the_width_of_the_posterior(width, angle):
     for change, resolution in ((4, 0), (1e-6, 2e-3)):
         given = {"share": 1, "resolution": resolution, "width": width, "state": before}
         assert turned(angle_tuner(), 4, 4, change, **given)[0] == pytest.approx(angle / 8, rel=1e-5)
+    # Where the gradients have less noise, longer steps would not follow the curve.
+    for share, part in ((0.5, 0), (0.8, 2 - 1 / 0.64), (1.5, 1)):
+        per_angle = min(0.5 / share**2, 1)
+        wide = np.clip(2 * per_angle / 4 / width, 0.06, 0.25)
+        length = per_angle * (0.06 + part * (wide - 0.06)) / 4
+        before = step_size.AngleState(jnp.float32(length), jnp.float32(length))
+        got = turned(angle_tuner(), 4, 4, 4, share=share, width=width, state=before)[0]
+        assert got == pytest.approx(length, rel=1e-5)
 
 
 def test_average_of_the_angle_tuner_stays_after_adapt_steps():

@@ -192,19 +192,25 @@ class AngleTuner(Tuner):
         """Return the state before the first gradient."""
         return AngleState(jnp.zeros((), dtype), jnp.zeros((), dtype))
 
-    def _angle(self, evidence: Evidence, per_angle: jax.Array) -> float | jax.Array:
+    def _angle(
+        self, evidence: Evidence, per_angle: jax.Array, is_noise: jax.Array
+    ) -> float | jax.Array:
         """Return the angle at which the momentum lasts for twice the width of the posterior.
 
         Gradients that are noise, and explicit noise that matches them, turn the momentum by
         angle / sqrt(2) in a step of length `per_angle * angle`. It then lasts for the distance
         4 per_angle / angle. In a regression that distance is twice the width at the angle
         1 / sqrt(batches in a pass). With larger ones permutations would narrow the posterior.
+
+        Where gradients are not noise, with `is_noise` below 1, longer steps would not follow the
+        curve.
         """
         if self.angle is not None:
             return self.angle
         if evidence.width is None:
             return ANGLE
         wide = jnp.clip(2 * per_angle / evidence.width, ANGLE, WIDEST_ANGLE)
+        wide = ANGLE + is_noise * (wide - ANGLE)
         return jnp.where(evidence.descent.on_its_way, ANGLE_ON_THE_WAY, wide)
 
     def update(self, state: AngleState, evidence: Evidence) -> AngleState:
@@ -222,7 +228,8 @@ class AngleTuner(Tuner):
         share = jnp.where(known, jnp.nan_to_num(changes.share(), nan=1.0), 1)
         per_angle = jnp.minimum(NOISE_PART / jnp.maximum(share, NOISE_PART) ** 2, 1)
         rate = jnp.where(known, change, turn_rate)
-        angle = per_angle * self._angle(evidence, over(per_angle, rate))
+        is_noise = (1 - per_angle) / (1 - NOISE_PART)
+        angle = per_angle * self._angle(evidence, over(per_angle, rate), jnp.minimum(is_noise, 1))
         # Half way from the last length, on a logarithmic scale: the change may be proportional to
         # the length, and a whole correction would overshoot forever.
         length = over(angle, rate)
@@ -277,11 +284,12 @@ def angle_tuner(angle: float | None = None, adapt_steps: int | None = None) -> T
     Args:
         angle: by which the change of the gradients turns a momentum across it, in radians, in
             (0, pi / 2]; half of it if they are noise. None: 0.06; where `psmile` uses a matrix
-            because there are few parameters, the angle at which the momentum lasts for twice the
-            width of the posterior, within [0.06, 0.25]. Until the width is known it is 0.06, and 1
-            while the chain is on its way. With larger angles posteriors of few parameters mix
-            faster, but if each pass of n batches is a permutation of the data, their variances are
-            too small by about .04 n angle^2 of them, at most by a quarter.
+            because there are few parameters, and gradients are noise, the angle at which the
+            momentum lasts for twice the width of the posterior, within [0.06, 0.25]. Until the
+            width is known it is 0.06, and 1 while the chain is on its way. With larger angles
+            posteriors of few parameters mix faster, but if each pass of n batches is a permutation
+            of the data, their variances are too small by about .04 n angle^2 of them, at most by a
+            quarter.
         adapt_steps: number of calls of `update` after which the step size no longer adapts (large
             gradients still shorten their own step), >= 1; None: never.
 
