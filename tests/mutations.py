@@ -94,8 +94,14 @@ DEFECTS = r"""
 - jnp.where(adapts, usual, jnp.maximum(state.usual_length, shortest))
 + jnp.maximum(usual, shortest)
 = angle tuner takes the change at its word | angle_over_the_change
-- jnp.sqrt(state.usual_length) * jnp.sqrt(over(angle, change))
-+ over(angle, change)
+- jnp.sqrt(state.usual_length) * jnp.sqrt(length)
++ length
+= narrow posteriors take the rate of old changes | twice_the_width
+- over(per_angle, rate)
++ over(per_angle, change)
+= clean gradients take long steps | twice_the_width
+- ANGLE + is_noise * (wide - ANGLE)
++ wide
 = noise gets the angle of clean gradients | angle_over_the_change
 - jnp.maximum(share, NOISE_PART) ** 2
 + jnp.maximum(share, NOISE_PART)
