@@ -251,8 +251,8 @@ class Snapshots:
     def mean(self) -> Tree:
         """Average the draws of each chain: one network per chain, as SWA averages weights.
 
-        Within a mode it predicts almost as well as the average of the predictions, in one forward
-        pass. Chains in different modes have no meaningful average weights, so they stay apart.
+        It is a good network if the draws of a chain stay near one mode, as those of cold chains and
+        the iterates of an optimizer, and a poor one if they do not: compare it on held-out data.
         Statistics of BatchNorm are not parameters: compute them again with the averaged weights.
 
         Returns:
