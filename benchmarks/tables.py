@@ -413,6 +413,7 @@ CANDIDATES = (
     "optimizer",
     "Muon",
 )
+ONE = ("trained", "average weights")
 SIZED = ("energy", "digits", "2,000 images", "54,000 images", "LeNet")
 
 
@@ -699,11 +700,11 @@ TABLES: dict[str, Table] = {
         *map(drawn, (1, 2, 4, 8, 16)),
         ("all", *[join(mean("all"), " ({num_draws:,})")] * 2, "", ""),
     ),
-    "one-network": Table("few_draws", found("problem", problem=SIZED)).shows(
+    "one-network": Table("few_draws", found("problem", problem=SIZED), {"one": bool}).shows(
         ("test LPPD", "{problem}"),
-        *((x, mean(f"one.{x}")) for x in ("trained", "one draw", "average weights")),
+        *((x, mean(f"one.{x}")) for x in ("one draw", *ONE)),
         ("average weights - all draws", mean(minus("one.average weights", "all"), 3, "+")),
-        *((x, mean(f"one.{x}, of all chains")) for x in ("trained", "average weights")),
+        *((f"{x}, all chains", mean(f"one.{x}, of all chains")) for x in ONE),
         ("all draws", mean("all")),
     ),
     "few-draws-optimism": Table("few_draws", each(problem=SIZED)).shows(

@@ -100,7 +100,7 @@ DEFECTS = r"""
 - over(per_angle, rate)
 + over(per_angle, change)
 = clean gradients take long steps | twice_the_width
-- ANGLE + is_noise * (wide - ANGLE)
+- ANGLE + noisiness * (wide - ANGLE)
 + wide
 = noise gets the angle of clean gradients | angle_over_the_change
 - jnp.maximum(share, NOISE_PART) ** 2

@@ -92,7 +92,8 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
         `log_likelihood` has `target`.
 
     Raises:
-        ValueError, ImportError: as `summary`.
+        ValueError: as `summary`.
+        ImportError: ArviZ is not installed.
     """
     # Version 0.23 announces the next major version.
     with _check.needed("`to_arviz` needs ArviZ", "arviz"), warnings.catch_warnings():

@@ -193,7 +193,7 @@ class AngleTuner(Tuner):
         return AngleState(jnp.zeros((), dtype), jnp.zeros((), dtype))
 
     def _angle(
-        self, evidence: Evidence, per_angle: jax.Array, is_noise: jax.Array
+        self, evidence: Evidence, per_angle: jax.Array, noisiness: jax.Array
     ) -> float | jax.Array:
         """Return the angle at which the momentum lasts for twice the width of the posterior.
 
@@ -202,15 +202,15 @@ class AngleTuner(Tuner):
         4 per_angle / angle. In a regression that distance is twice the width at the angle
         1 / sqrt(batches in a pass). With larger ones permutations would narrow the posterior.
 
-        Where gradients are not noise, with `is_noise` below 1, longer steps would not follow the
-        curve.
+        Where gradients are not noise, with a `noisiness` in [0, 1] below 1, longer steps would not
+        follow the curve.
         """
         if self.angle is not None:
             return self.angle
         if evidence.width is None:
             return ANGLE
         wide = jnp.clip(2 * per_angle / evidence.width, ANGLE, WIDEST_ANGLE)
-        wide = ANGLE + is_noise * (wide - ANGLE)
+        wide = ANGLE + noisiness * (wide - ANGLE)
         return jnp.where(evidence.descent.on_its_way, ANGLE_ON_THE_WAY, wide)
 
     def update(self, state: AngleState, evidence: Evidence) -> AngleState:
@@ -228,8 +228,8 @@ class AngleTuner(Tuner):
         share = jnp.where(known, jnp.nan_to_num(changes.share(), nan=1.0), 1)
         per_angle = jnp.minimum(NOISE_PART / jnp.maximum(share, NOISE_PART) ** 2, 1)
         rate = jnp.where(known, change, turn_rate)
-        is_noise = (1 - per_angle) / (1 - NOISE_PART)
-        angle = per_angle * self._angle(evidence, over(per_angle, rate), jnp.minimum(is_noise, 1))
+        noisiness = jnp.minimum((1 - per_angle) / (1 - NOISE_PART), 1)
+        angle = per_angle * self._angle(evidence, over(per_angle, rate), noisiness)
         # Half way from the last length, on a logarithmic scale: the change may be proportional to
         # the length, and a whole correction would overshoot forever.
         length = over(angle, rate)
