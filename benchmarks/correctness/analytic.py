@@ -1,6 +1,7 @@
 """Which sampler is right? Bias on known posteriors under strong explicit gradient noise.
 
-Three 10-dimensional targets, four noise covariances, every sampler at the same number of gradients.
+Three 10-dimensional targets, four noise covariances, every sampler at the same number of gradients;
+full-batch MCLMC without noise is the baseline of the paper.
 A cell is one target, noise and sampler: all step sizes and chains run in one compiled loop, the
 step size with the smallest bias is run again with fresh seeds, and that is what is reported.
 A sampler that chooses its own step size is not searched.
@@ -121,6 +122,7 @@ ROOTS = {
     "isotropic": np.sqrt(NOISE_VARIANCE) * np.eye(DIM),
     "diagonal": np.diag(np.sqrt(NOISE_VARIANCE * VARIANCES)),
     "correlated": np.linalg.cholesky(rotated(NOISE_VARIANCE * VARIANCES, seed=1)),
+    "none": np.zeros((DIM, DIM)),
 }
 NOISES = ("isotropic", "diagonal", "correlated", "varied")
 
@@ -162,11 +164,15 @@ SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "smile_naive leapfrog": ("smile_naive", LEAPFROG),
     "psmile": ("psmile", {}),
     "smile": ("smile", {}),
+    # With the scale of the paper, a moving variance.
+    "psmile_naive published": ("psmile_naive published", {}),
+    **{f"mclmc L={length}": ("mclmc", {"decoherence_length": length}) for length in (3, 10, 30)},
+    "mclmc": ("mclmc", {"decoherence_length": 10.0}),
 }
 # These choose their own step size.
-DEFAULTS = ("psmile", "smile")
-TABLE_1 = (*tuple(SAMPLERS)[:6], *DEFAULTS)
-OURS = "psmile_naive leapfrog"
+DEFAULTS = ("psmile", "smile", "mclmc")
+TABLE_1 = (*tuple(SAMPLERS)[:6], "psmile", "smile")
+OURS, PAPERS = "psmile_naive leapfrog", "psmile_naive published"
 
 
 def make_sampler(column: str, step_size: jax.Array, key: jax.Array) -> Any:
@@ -307,13 +313,13 @@ def run_cell(cell: records.Cell, seed: int, num_chains: int, num_fresh: int) -> 
     }
 
 
-def cells(samplers, kinds, gradients) -> list[records.Cell]:
-    """All targets and noises for some samplers."""
+def cells(samplers, kinds, gradients, noises=NOISES) -> list[records.Cell]:
+    """All targets for some samplers and noises."""
     return [
         {"target": target, "noise": noise, "kind": kind, "sampler": name, "gradients": gradients}
         for name in samplers
         for kind in kinds
-        for noise in NOISES
+        for noise in noises
         for target in TARGETS
     ]
 
@@ -325,15 +331,18 @@ def preset(name: str) -> list[records.Cell]:
             cell for cell in cells(TABLE_1, ["gaussian"], 20_000) if cell["target"] == "gaussian"
         ]
     sweep = [f"lognormal:{sigma}" for sigma in (0.01, 0.03, 0.1, 0.3, 1.0)]
-    others = [OURS, *(name for name in SAMPLERS if name not in TABLE_1)]
+    baseline = [name for name in SAMPLERS if name.startswith("mclmc")]
+    apart = (*TABLE_1, *baseline, PAPERS)
+    others = [OURS, *(name for name in SAMPLERS if name not in apart)]
     return [
+        *cells(baseline, ["gaussian"], 1_000_000, ["none"]),
         *cells(TABLE_1, ["gaussian"], 1_000_000),
+        *cells([PAPERS], ["gaussian", "laplace", "student"], 1_000_000),
         *cells(others, ["gaussian"], 200_000),
-        *cells([OURS], ["laplace", "student"], 200_000),
         *[
             cell
-            for cell in cells([OURS], sweep, 200_000)
-            if (cell["target"], cell["noise"]) == ("gaussian", "correlated")
+            for cell in cells([PAPERS], sweep, 1_000_000, ["correlated"])
+            if cell["target"] == "gaussian"
         ],
     ]
 
