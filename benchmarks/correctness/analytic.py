@@ -34,6 +34,8 @@ DECADES = 10.0 ** np.arange(-6, 1)
 FINE = 15
 # Number of chains in the search for the decade of the step size, at full length.
 COARSE_CHAINS = 4
+# A search on fewer gradients is followed by one at full length over these factors.
+FACTORS = np.array([1 / 8, 1 / 4, 1 / 2, 1, 2])
 # Independent draws per chain above which a chain counts as mixing.
 ENOUGH = 10.0
 
@@ -259,15 +261,16 @@ def run_cell(cell: records.Cell, seed: int, num_chains: int, num_fresh: int) -> 
     """Search the step size on one set of seeds, report it on fresh ones.
 
     The smallest bias of all step sizes, as published, and the smallest among chains that mix: all
-    start at the posterior mean, where a chain that hardly moves can look good.
+    start at the posterior mean, where a chain that hardly moves can look good. A cell that is
+    `searched_on` fewer gradients has only the first.
     """
     target = TARGETS[cell["target"]]
     keys = jax.random.split(jax.random.key(seed), num_chains + num_fresh)
     grid_keys, fresh_keys = keys[:num_chains], keys[num_chains:]
     arguments = [cell[name] for name in ("sampler", "target", "noise", "kind")]
 
-    def run(step_sizes, keys):
-        step_sizes, num_chunks = jnp.asarray(step_sizes, jnp.float32), cell["gradients"] // CHUNK
+    def run(step_sizes, keys, gradients=cell["gradients"]):
+        step_sizes, num_chunks = jnp.asarray(step_sizes, jnp.float32), gradients // CHUNK
         means, counts = jax.device_get(run_chains(*arguments, num_chunks, step_sizes, keys))
         return biases(target, means, counts), effective_sizes(means, counts)
 
@@ -279,23 +282,29 @@ def run_cell(cell: records.Cell, seed: int, num_chains: int, num_fresh: int) -> 
                 best = np.log10(sizes[np.argmin(bias)])
                 grid = np.logspace(best - 1, best + 1, FINE)
             found, effective = searched(
-                tuple(grid), COARSE_CHAINS if grid is DECADES else num_chains
+                tuple(grid), COARSE_CHAINS if grid is DECADES else num_chains, on
             )
             sizes, bias = grid, np.where((effective >= ENOUGH) | (not mixing), found, np.inf)
             if np.all(np.isinf(bias)):
                 return None
+        best = sizes[np.argmin(bias)]
+        if on < cell["gradients"]:
+            sizes = best * FACTORS
+            bias = searched(tuple(sizes), COARSE_CHAINS, cell["gradients"])[0]
         return float(sizes[np.argmin(bias)])
 
     @functools.cache
-    def searched(step_sizes, chains):
-        bias, effective = run(step_sizes, grid_keys[:chains])
+    def searched(step_sizes, chains, on):
+        bias, effective = run(step_sizes, grid_keys[:chains], on)
         grids.extend(zip(step_sizes, bias.mean(axis=1).tolist(), effective.tolist(), strict=True))
         return bias.mean(axis=1), effective
 
     begun, grids, step_sizes = time.perf_counter(), [], [None]
+    on = cell.get("searched_on", cell["gradients"])
     has_own = cell["sampler"] in DEFAULTS
     if not has_own:
-        step_sizes = [size for size in (search(mixing=False), search(mixing=True)) if size]
+        mixing = (False, True) if on == cell["gradients"] else (False,)
+        step_sizes = [size for size in map(search, mixing) if size]
     seconds = time.perf_counter() - begun
     fresh, effective = run([size or 0.0 for size in step_sizes], fresh_keys)
     names = ("bias", "error", "step_size", "effective_size")
@@ -331,19 +340,21 @@ def preset(name: str) -> list[records.Cell]:
             cell for cell in cells(TABLE_1, ["gaussian"], 20_000) if cell["target"] == "gaussian"
         ]
     sweep = [f"lognormal:{sigma}" for sigma in (0.01, 0.03, 0.1, 0.3, 1.0)]
-    baseline = [name for name in SAMPLERS if name.startswith("mclmc")]
-    apart = (*TABLE_1, *baseline, PAPERS)
-    others = [OURS, *(name for name in SAMPLERS if name not in apart)]
-    return [
-        *cells(baseline, ["gaussian"], 1_000_000, ["none"]),
-        *cells(TABLE_1, ["gaussian"], 1_000_000),
-        *cells([PAPERS], ["gaussian"], 1_000_000),
+    published = ("smile_naive", PAPERS, *(name for name in SAMPLERS if name.startswith("mclmc")))
+    others = [OURS, *(name for name in SAMPLERS if name not in (*TABLE_1, *published))]
+    at_full_size = [
+        *cells(published[2:], ["gaussian"], 2_000_000, ["none"]),
+        *cells(published[:2], ["gaussian"], 2_000_000),
         *[
             cell
-            for cell in cells([PAPERS], sweep, 1_000_000, ["correlated"])
+            for cell in cells([PAPERS], sweep, 2_000_000, ["correlated"])
             if cell["target"] == "gaussian"
         ],
-        *cells([PAPERS], ["laplace", "student"], 1_000_000),
+        *cells([PAPERS], ["laplace", "student"], 2_000_000),
+    ]
+    return [
+        *(cell | {"searched_on": 200_000} for cell in at_full_size),
+        *cells(TABLE_1, ["gaussian"], 1_000_000),
         *cells(others, ["gaussian"], 200_000),
     ]
 
@@ -353,6 +364,7 @@ def main():
     parser = records.parser(__doc__)
     parser.add_argument("--preset", choices=["quick", "paper"], default="quick")
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, help="some columns only")
+    parser.add_argument("--full-size", action="store_true", help="10^6 steps of two gradients only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--chains", type=int, default=10, help="chains per step size in the search")
     parser.add_argument("--fresh-chains", type=int, default=20, help="chains that are reported")
@@ -360,6 +372,7 @@ def main():
     settings = [arguments.seed, arguments.chains, arguments.fresh_chains]
     chosen = arguments.samplers or SAMPLERS
     cells = [cell for cell in preset(arguments.preset) if cell["sampler"] in chosen]
+    cells = [cell for cell in cells if "searched_on" in cell or not arguments.full_size]
 
     def run(cell: records.Cell) -> records.Record:
         return run_cell(cell, *settings)
