@@ -379,6 +379,29 @@ def test_what_is_a_finding_and_what_is_none(name):
     assert kinds(found) == expected
 
 
+@pytest.mark.parametrize("sharpness", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
+def test_confidence_is_compared_with_accuracy(likelihood, sharpness):
+    """Outputs that are those of the data times a number are too cautious below 1."""
+    rng = RNG(0)
+    logits = rng.normal(scale=2, size=(2_000, 3)).astype("float32")
+    if likelihood == "categorical":
+        targets = np.argmax(logits + rng.gumbel(size=logits.shape), axis=1)
+    else:
+        logits = logits[:, 0]
+        targets = (logits + rng.logistic(size=2_000) > 0).astype(int)
+    draws = Snapshots(sharpness + 0.01 * rng.normal(size=(2, 10)))
+    given: dict[str, Any] = {"likelihood": likelihood, "targets": targets, "per": "draw"}
+    prediction = optax_smile.predict(lambda w, x: w * x, draws, logits, **given)
+    found = diagnostics.summary(draws, prediction)
+    chances = np.asarray(prediction.mean)
+    chances = np.stack([1 - chances, chances], axis=1) if chances.ndim == 1 else chances
+    right = chances.argmax(axis=1) == targets
+    np.testing.assert_allclose(found.surplus[0], np.mean(right - chances.max(axis=1)), atol=1e-6)
+    assert ("underconfident" in str(found)) == (sharpness < 1)
+    assert ("overconfident" in str(found)) == (sharpness > 1)
+
+
 def test_copies_count_once():
     """In ESS, R-hat across chains and Monte Carlo error; nothing else is a copy's fault."""
     alone, (draws, prediction) = diagnostics.summary(*made()), made()

@@ -34,6 +34,8 @@ SPECTRAL = "not the Bayesian posterior unless gradients are those of all data"
 # Entries of a trace that checks need; NaN where they are missing.
 NEEDED = ("step_size", "num_rejected", "num_gradients", "num_nonfinite", "below_resolution")
 NEEDED += ("temperature", "loss")
+# A surplus of confidence is told from this size and this number of standard errors on.
+LARGE_SURPLUS, MOST_ERRORS = 0.02, 3
 # Findings that `repr` shows, and characters of each.
 MOST_SHOWN, LONGEST_SHOWN = 4, 100
 
@@ -60,6 +62,8 @@ class Summary:
             `[point]`; empty without them.
         chain_lppd: log pointwise predictive density of each single chain, nats, `[chain]`.
         lppd, mcse: the same for all chains together, and its Monte Carlo standard error.
+        surplus: accuracy minus mean confidence of the average of all chains, and its standard
+            error; NaN without class probabilities. Positive: underconfident.
         checks: all tests for which there was enough information, passed or not.
     """
 
@@ -80,6 +84,7 @@ class Summary:
     chain_lppd: np.ndarray
     lppd: float
     mcse: float
+    surplus: tuple[float, float] = (np.nan, np.nan)
     checks: tuple[Check, ...] = ()
 
     @property
@@ -155,6 +160,11 @@ class Summary:
             number = len(np.unique(self.copy_of)) * num_draws
             notes.append(f"ESS: {size} of {number} draws, median over the predictions")
             notes.append(f"Monte Carlo standard error of the LPPD (all): {error}")
+        gap, error = self.surplus
+        if abs(gap) > max(LARGE_SURPLUS, MOST_ERRORS * error):
+            kind = "underconfident" if gap > 0 else "overconfident"
+            notes.append(f"{kind}: accuracy minus mean confidence is {gap:+.3f} +- {error:.3f};")
+            notes.append("  fit one temperature to held-out predictions (recipe `calibrate`)")
         if self.of == "weights":
             notes.append("Predictions matter more than weights. To get their R-hat, ESS and LPPD,")
             notes.append('pass the result of `predict(..., per="draw", targets=...)`.')
@@ -226,6 +236,8 @@ def summary(
     - worse than the start: the loss is far above that of the start.
     - rejected steps: many more than the `reject_quantile` of the sampler implies.
     - step size: a tuner still changes the step size.
+
+    A note says "underconfident" or "overconfident" where class probabilities are.
 
     Without a `prediction`, the R-hats are those of weights, which may differ between chains whose
     predictions agree, and "slow", "different modes" and "chains differ" are not checked.
@@ -303,8 +315,25 @@ def summary(
         chain_lppd=chain_lppd,
         lppd=lppd,
         mcse=mcse,
+        surplus=(np.nan, np.nan) if prediction is None else _surplus(prediction),
         checks=checks,
     )
+
+
+def _surplus(prediction: Prediction) -> tuple[float, float]:
+    """Return accuracy minus confidence of class probabilities, and its standard error."""
+    chances, target = np.asarray(prediction.mean), np.exp(np.asarray(prediction.log_density, float))
+    if prediction.uncertainty != "entropy" or target.ndim != 1 or len(target) < 2:
+        return np.nan, np.nan
+    if chances.ndim == 1:
+        chances = np.stack([chances, 1 - chances], axis=1)
+    if chances.ndim != 2 or not np.allclose(chances.sum(axis=1), 1, atol=1e-3):
+        # Several outputs of two classes each.
+        return np.nan, np.nan
+    confidence = chances.max(axis=1)
+    # The class with the largest probability is right if the target has this probability.
+    gaps = np.isclose(target, confidence, rtol=1e-4) - confidence
+    return float(gaps.mean()), float(gaps.std(ddof=1) / np.sqrt(len(gaps)))
 
 
 def _scalars(prediction: Prediction, density: np.ndarray, max_inputs: int, seed: int) -> np.ndarray:
