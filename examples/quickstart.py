@@ -1,4 +1,4 @@
-"""Quickstart: a calibrated Bayesian ensemble of a small network on handwritten digits.
+"""Quickstart: a Bayesian ensemble of a small network on handwritten digits.
 
 Trains a deep ensemble with AdamW, starts one pSMILE chain from each of its members, and compares
 the two on test data, and on digits with shuffled pixels, which the network never saw: a table, and
