@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optax_smile import _check
+from optax_smile import _check, _reuse
 from optax_smile._types import Batch, Tree
 
 __all__ = ["init", "over_chains", "place", "place_batch", "step"]
@@ -218,7 +218,8 @@ def init(
             of_params,
             transform_non_params=lambda _: _chain_sharding(mesh),
         )
-    state = jax.jit(over_chains(sampler.init, mesh=mesh), out_shardings=own)(params)
+    compiled = functools.partial(jax.jit, out_shardings=own)
+    state = _reuse.Program(over_chains(sampler.init, mesh=mesh), compiled)(params)
     if key is None and chains == 1:
         return state
     try:

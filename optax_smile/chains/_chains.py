@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _on_host, _settings, parallel
+from optax_smile import _check, _on_host, _reuse, _settings, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile.chains import _checks
 from optax_smile.diagnostics.findings import Check
@@ -90,8 +90,10 @@ class Chains:
         def many(chain, batches):
             return jax.lax.scan(lambda x, batch: (one_call(x, batch), None), chain, batches)[0]
 
-        self._one = parallel.step(one_call, self._carry, mesh=mesh, per_chain=per_chain)
-        self._many = parallel.step(many, self._carry, mesh=mesh, per_chain=per_chain)
+        def compiled(function: Callable) -> Callable:
+            return parallel.step(function, self._carry, mesh=mesh, per_chain=per_chain)
+
+        self._one, self._many = (_reuse.Program(x, compiled) for x in (one_call, many))
         self._record = _compiled(_record_of_chain, mesh)
         self.loss = loss
         self._losses = _checks.Losses("sample", loss, self.number, per_chain, mesh, hint)

@@ -1,6 +1,7 @@
 """Checks of a run: its loss, its batches, the gradients that reach the sampler, and its start."""
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _on_host, _table, _tree, parallel
+from optax_smile import _check, _on_host, _reuse, _table, _tree, parallel
 from optax_smile._types import Batch, Options, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _program
@@ -143,7 +144,8 @@ class Losses:
         axes = 0, 0 if self.per_chain else None
         mapped = parallel.over_chains(of_chain, mesh=self.mesh, in_axes=axes)
         own = None if self.mesh is None else parallel._chain_sharding(self.mesh)
-        self.compiled = jax.jit(mapped, out_shardings=own)
+        compiled = functools.partial(jax.jit, out_shardings=own)
+        self.compiled = _reuse.Program(mapped, compiled)
 
     def put(self, batch: Batch, stacked: bool = False) -> Batch:
         """Put a batch, or a stack of batches, on the devices."""

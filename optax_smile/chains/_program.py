@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, Literal, jaxpr_as_fun
 
-from optax_smile import _tree
+from optax_smile import _reuse, _tree
 from optax_smile._types import Tree
 
 # Equations that run another program once, with their own inputs.
@@ -62,8 +62,10 @@ def read(loss: Callable[..., jax.Array], params: Tree, others: Tree, rows: int |
         return [x.astype(float) for x in result.terms] if result.value is None else []
 
     # A loop, since not every operation has a rule for `vmap`.
-    compute = jax.jit(lambda at: jax.lax.map(lambda x: terms_at(x, at), jnp.asarray(MULTIPLES)))
-    terms = compute(elsewhere(params))
+    def compute(at: Tree) -> list[jax.Array]:
+        return jax.lax.map(lambda x: terms_at(x, at), jnp.asarray(MULTIPLES))
+
+    terms = _reuse.Program(compute)(elsewhere(params))
     if any(_grows(*np.asarray(term, float)) for term in terms):
         found.add("penalty")
     return found

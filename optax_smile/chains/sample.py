@@ -124,7 +124,8 @@ def sample(
 
     Cost: one gradient per chain and step, two with `"minimal_norm"`. Without a `directory`, the
     draws take host memory. With `specs`, every device that holds a part of a chain gathers the
-    whole parameters of a draw before the draw is stored.
+    whole parameters of a draw before the draw is stored. Another run in the same process compiles
+    nothing if its code is the same, with all numbers and arrays in it up to 16 MiB.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile
