@@ -54,6 +54,19 @@ def warn_of_equal_keys(where: str, noise_id: np.ndarray):
         warn(f"`{where}`: the chains {chains} have equal keys and are not independent. {advice}")
 
 
+def late_share(on_its_way: np.ndarray) -> np.ndarray:
+    """Return the share of the last third of the ticks `[chain, tick]` that are no draws yet."""
+    return on_its_way[:, -max(1, on_its_way.shape[1] // 3) :].mean(axis=1)
+
+
+def warn_of_descent(where: str, on_its_way: np.ndarray):
+    """Warn of chains that have not arrived."""
+    chains = np.flatnonzero(late_share(on_its_way) > 0.5).tolist()
+    if chains:
+        advice = "Run longer before the first draw, and start from trained weights."
+        warn(f"`{where}`: the chains {chains} are still on their way to the posterior. {advice}")
+
+
 def chains_with_equal_keys(noise_id: np.ndarray) -> list[list[int]]:
     """Return the groups of chains whose `Stats.noise_id` `[chain, draw]` are all equal."""
     _, group = np.unique(noise_id, axis=0, return_inverse=True)

@@ -110,6 +110,18 @@ def test_what_is_no_draw_or_not_its_trace_is_named():
             Snapshots.from_draws([np.ones(3), np.zeros(3)], trace)
 
 
+def test_chains_on_their_way_are_found():
+    """Chain 1 falls at two of the last three of nine draws, chain 0 at one."""
+    stats: Any = optax_smile.stats(stub().init(jnp.ones(3)))
+    falls = np.ones((9, 2), bool)
+    falls[[7, 8], 0] = falls[8, 1] = False
+    trace = stats._replace(on_its_way=falls)
+    trace = jax.tree.map(lambda x: np.broadcast_to(x, (9, 2)), trace)
+    given: Any = RNG(2).normal(size=(9, 2, 3)), trace
+    message = r"the chains \[1\] are still on their way"
+    warned(f"`Snapshots.from_draws`: {message}", Snapshots.from_draws, *given, num_chains=2)
+
+
 def test_chains_with_equal_keys_are_found():
     """The trap of `jax.vmap(sampler.init)`: the noise is the same in all chains."""
     state = jax.vmap(optax_smile.sgld(0.1, num_data=1, key=0).init)(jnp.ones((3, 2)))

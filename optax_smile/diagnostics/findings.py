@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optax_smile import _settings
+from optax_smile import _settings, _trace
 from optax_smile._trace import chains_with_equal_keys
 from optax_smile.diagnostics.paths import Paths
 from optax_smile.diagnostics.statistics import ess, log_mean_exp, rhat
@@ -347,8 +347,7 @@ def _frozen(run: Run, mixes: np.ndarray) -> Iterator[Finding]:
 def _unsettled(run: Run, rhats: np.ndarray) -> Iterator[Finding]:
     """Yield findings that a chain has not converged."""
     if "on_its_way" in run.trace:
-        falls = run.trace["on_its_way"]
-        share = falls[:, -max(1, falls.shape[1] // 3) :].mean(axis=1)
+        share = _trace.late_share(run.trace["on_its_way"])
         text = "the energy was still falling at {} of the later records"
         yield Finding("still on its way", share > 0.5, share, 0.5, text, ".0%", "above {}")
     if run.num_draws >= LEAST_DRAWS_JUDGED:

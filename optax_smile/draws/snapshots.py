@@ -110,7 +110,8 @@ class Snapshots:
         Args:
             draws: a list of parameter trees, such as `last_accepted(state, params)`; or a tree,
                 not a list, of arrays `[draw, ...]`, as `jax.lax.scan` returns.
-            trace: `stats(state)` at each draw, in the same form. None: unknown.
+            trace: `stats(state)` at each draw, in the same form, which shows whether a chain is
+                still on its way; then there is a warning. None: unknown.
             num_chains: number of chains, >= 1, if the arrays of each draw have a chain axis
                 `[chain, ...]`, as in a loop with `jax.vmap`. None: one chain, without that axis.
 
@@ -139,6 +140,8 @@ class Snapshots:
             _check.fail(where, "trace", rule, f"the shapes {sorted(shapes)}")
         if hasattr(stats, "noise_id"):
             _trace.warn_of_equal_keys(where, stats.noise_id)
+        if hasattr(stats, "on_its_way"):
+            _trace.warn_of_descent(where, stats.on_its_way)
         return Snapshots(params, stats._asdict())
 
     def __len__(self) -> int:
