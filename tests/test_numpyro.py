@@ -1,8 +1,10 @@
 """Models of NumPyro: the density, the draws against NUTS, and models that cannot be sampled so."""
 
 import functools
+import warnings
 from typing import Any
 
+import arviz
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,10 +188,37 @@ def test_batches_of_all_examples_may_have_latent_sites_of_their_own():
     bridge = from_numpyro(REPARAMETRIZED, data, num_data=8)
     at = bridge.init_fn(jax.random.key(1))
     energy = 8 * bridge.loss_fn(at, data) - bridge.log_prior(at)
+    # The loss is the likelihood alone: `check` would find a prior in it.
+    effect = bridge.constrain(few_draws(bridge)).params["effect"][0, 0]
+    first = jax.tree.map(lambda x: x[0, 0], few_draws(bridge).params)
+    expected = -dist.Normal(effect, SCHOOLS[1]).log_prob(SCHOOLS[0]).mean()
+    np.testing.assert_allclose(bridge.loss_fn(first, data), expected, rtol=1e-5)
     np.testing.assert_allclose(energy, potential_energy(REPARAMETRIZED, data, {}, at), rtol=1e-5)
     assert bridge.constrain(few_draws(bridge)).params["effect"].shape == (2, 5, 8)
     with pytest.raises(ValueError, match="Move it outside the plate.*batches of all examples"):
         bridge.loss_fn(at, rows(data, slice(0, 4)))
+
+
+def test_densities_and_draws_of_the_data_go_to_arviz():
+    """For `az.loo`; the noise of the schools is known, so a draw is an effect plus that."""
+    data = tuple(SCHOOLS)
+    bridge = from_numpyro(REPARAMETRIZED, data, num_data=8)
+    params = bridge.init_fn(jax.random.key(0))
+    noise = {x: RNG.normal(scale=0.1, size=(2, 200, *np.shape(y))) for x, y in params.items()}
+    draws = optax_smile.Snapshots({x: np.asarray(y) + noise[x] for x, y in params.items()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = bridge.to_arviz(draws, data, key=1)
+        assert np.isfinite(float(arviz.loo(found).elpd_loo))
+    effect = found.posterior["effect"].values
+    expected = -(((effect - SCHOOLS[0]) / SCHOOLS[1]) ** 2 / 2) - np.log(SCHOOLS[1])
+    density = found.log_likelihood["y"].values
+    np.testing.assert_allclose(density, expected - np.log(2 * np.pi) / 2, rtol=1e-4)
+    drawn = found.posterior_predictive["y"].values
+    z = (drawn - effect) / SCHOOLS[1]
+    assert drawn.shape == (2, 200, 8) and abs(z.mean()) < 0.06 and abs(z.std() - 1) < 0.05
+    with pytest.raises(ValueError, match=r"to_arviz\(data=...\)` must be valid arguments"):
+        bridge.to_arviz(draws, (1.0,))
 
 
 def observed_mean(y, mean: Any = 0.0, **given):

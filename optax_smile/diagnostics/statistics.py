@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -95,6 +95,17 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
         ValueError: as `summary`.
         ImportError: ArviZ is not installed.
     """
+    more: dict[str, Mapping[str, ArrayLike]] = {}
+    if prediction is not None:
+        axes = snapshots.num_chains, snapshots.num_draws
+        more["log_likelihood"] = {"target": log_density_of("to_arviz", axes, prediction)}
+    return with_groups(snapshots, more)
+
+
+def with_groups(
+    snapshots: Snapshots | StoredSnapshots, more: Mapping[str, Mapping[str, ArrayLike]]
+) -> Any:
+    """Convert a run, and `more` groups of variables `[chain, draw, ...]`."""
     # Version 0.23 announces the next major version.
     with _check.needed("`to_arviz` needs ArviZ", "arviz"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
@@ -106,10 +117,7 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
     if stats := _trace.of_draws(snapshots.trace, snapshots.num_draws):
         renamed = {"energy_change": "energy_error"}
         groups["sample_stats"] = _variables([(renamed.get(x, x), y) for x, y in stats.items()])
-    if prediction is not None:
-        axes = snapshots.num_chains, snapshots.num_draws
-        density = log_density_of("to_arviz", axes, prediction)
-        groups["log_likelihood"] = _variables([("target", density)])
+    groups |= {name: _variables([*group.items()]) for name, group in more.items()}
     with warnings.catch_warnings():
         # A deep ensemble has one draw per chain.
         warnings.filterwarnings("ignore", "More chains .* than draws")

@@ -12,12 +12,12 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from numpyro import distributions, handlers
-from numpyro.infer import init_to_uniform, util
+from numpyro.infer import Predictive, init_to_uniform, log_likelihood, util
 from numpyro.primitives import Messenger
 
 from optax_smile import _check
 from optax_smile._types import Batch, Options, Output, Tree
-from optax_smile.diagnostics.statistics import to_arviz
+from optax_smile.diagnostics.statistics import with_groups
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 WHERE = "from_numpyro"
@@ -51,13 +51,13 @@ class NumpyroModel:
         """Compute minus the mean log likelihood of a batch, a scalar in nats per example."""
         densities, trace, _ = _run(self, params, batch)
         # NumPyro scales log densities in the plate to the size of the plate.
-        inside = [x for name, x in densities.items() if _plates(self, trace[name])]
+        inside = [x for name, x in densities.items() if _is_likelihood(self, trace[name])]
         return -jnp.asarray(sum(inside)) / trace[self.plate]["args"][0]
 
     def log_prior(self, params: Params) -> jax.Array:
         """Compute the log density of the latent sites in unconstrained space, a scalar in nats."""
         densities, trace, log_jacobian = _run(self, params, self.batch)
-        outside = [x for name, x in densities.items() if not _plates(self, trace[name])]
+        outside = [x for name, x in densities.items() if not _is_likelihood(self, trace[name])]
         return log_jacobian + sum(outside)
 
     def map_loss(self, params: Params, batch: Batch) -> jax.Array:
@@ -95,9 +95,18 @@ class NumpyroModel:
         found = jax.jit(jax.vmap(jax.vmap(values)))(dict(params))
         return Snapshots(jax.tree.map(np.asarray, found), draws.trace, draws.settings)
 
-    def to_arviz(self, draws: Snapshots | StoredSnapshots) -> Tree:
-        """Convert draws for ArviZ with the model's site names, see `diagnostics.to_arviz`."""
-        return to_arviz(self.constrain(draws))
+    @_check.arguments("NumpyroModel.to_arviz", draws=DRAWS, key=_check.Key())
+    def to_arviz(
+        self, draws: Snapshots | StoredSnapshots, data: Batch = None, *, key: jax.Array | int = 0
+    ) -> Tree:
+        """Convert draws for ArviZ with the model's site names, see `diagnostics.to_arviz`.
+
+        With `data`, a batch of at most `num_data` examples, the result has the groups
+        `log_likelihood`, for `az.loo`, and `posterior_predictive`, one random draw with the `key`
+        for each draw and example: observed sites in the plate, `[chain, draw, example, ...]`.
+        """
+        sites = self.constrain(draws)
+        return with_groups(sites, {} if data is None else _observed(self, sites, data, key))
 
 
 @_check.arguments(
@@ -112,7 +121,7 @@ def from_numpyro(
 ) -> NumpyroModel:
     """Prepare a NumPyro model for mini-batch sampling.
 
-    Sites inside the plate over the data form the likelihood; all other sites form the prior.
+    Observed sites inside the plate over the data form the likelihood; all others form the prior.
     Constrained sites are sampled in NumPyro's unconstrained space. Latent sites inside the plate
     need batches of all examples, in the same order. Of the result, `init_fn` and `map_loss` are for
     `warmstart`, the others for `sample`.
@@ -188,9 +197,34 @@ def _run(bridge: NumpyroModel, params: Params, batch: Batch, turn: bool = False)
     return cast(Any, densities), cast(Any, trace), jnp.asarray(sum(jacobians, start=0.0))
 
 
+def _observed(
+    bridge: NumpyroModel, sites: Snapshots, data: Batch, key: jax.Array | int
+) -> dict[str, dict[str, np.ndarray]]:
+    """Return log likelihoods and draws of the observed sites in the plate."""
+    arguments, keywords, indices = _arguments(bridge, data)
+    plates = {} if indices is None else {bridge.plate: jnp.asarray(indices)}
+    model = handlers.substitute(bridge.model, plates)
+    latent = {name: sites.params[name] for name in _example(bridge)}
+    key = jax.random.key(key) if isinstance(key, int) else key
+    given: Options = {"batch_ndims": 2}
+    with _check.calling("NumpyroModel.to_arviz", "data", "valid arguments of the model"):
+        densities = log_likelihood(model, latent, *arguments, **keywords, **given)
+        trace = _run(bridge, _example(bridge), data)[1]
+        names = [name for name in densities if _plates(bridge, trace[name])]
+        given |= {"return_sites": names}
+        predict = Predictive(handlers.uncondition(model), latent, **given)
+        drawn = predict(key, *arguments, **keywords)
+    groups = {"log_likelihood": densities, "posterior_predictive": drawn}
+    return {group: {x: np.asarray(of[x]) for x in names} for group, of in groups.items()}
+
+
 def _plates(bridge: NumpyroModel, site: Site) -> list[Any]:
     """Return the plate over the data, with the size of the batch, if a site is inside."""
     return [frame for frame in site["cond_indep_stack"] if frame.name == bridge.plate]
+
+
+def _is_likelihood(bridge: NumpyroModel, site: Site) -> bool:
+    return bool(_plates(bridge, site)) and not _is_latent(site)
 
 
 def _is_latent(site: Site) -> bool:
