@@ -36,7 +36,8 @@ class Program:
     def __call__(self, *given: Tree) -> Tree:
         _CALLED.function = self._function
         leaves, structure = jax.tree.flatten(given[-1])
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        # A batch may be empty.
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves or jax.tree.leaves(given)):
             return self._own(*given)
         shapes = structure, *map(jax.typeof, leaves)
         if shapes not in self._programs:
