@@ -337,7 +337,8 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
     Returns:
         Scores by name. For classes: LPPD, accuracy, F1, Brier score, ECE and AURC. For predictions
         with a variance, treated as normal distributions: LPPD, RMSE, CRPS, and coverage and width
-        of the 95 % interval. For `"tokens"`: the perplexity alone.
+        of the 95 % interval. With `per="draw"` also the NLL of Sommer et al. 2026, minus the mean
+        log density of single draws. For `"tokens"`: the perplexity alone.
     """
     if prediction.log_density is None:
         rule, got = "made with targets", "a prediction without log densities"
@@ -346,6 +347,9 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
     if mean is None and prediction.log_density.ndim == targets.ndim == 2:
         return {"perplexity": perplexity(prediction.log_density)}
     scores = {"LPPD": lppd(prediction.log_density)}
+    alone = None if prediction.each is None else prediction.each.log_density
+    if alone is not None and np.ndim(alone) == prediction.log_density.ndim + 2:
+        scores["NLL"] = -float(np.mean(alone, dtype=float))
     if prediction.uncertainty == "entropy":
         named = {"accuracy": accuracy, "F1": f1, "Brier": brier, "ECE": ece, "AURC": aurc}
         given = labelled(prediction.mean, targets)

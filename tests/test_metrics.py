@@ -12,6 +12,7 @@ import scipy.optimize
 import scipy.stats
 import sklearn.metrics
 
+import optax_smile
 from optax_smile import metrics
 
 PROBABILITIES = np.array(
@@ -173,3 +174,15 @@ def test_arguments_that_do_not_fit():
     for score, arguments, message in wrong:
         with pytest.raises(ValueError, match=rf"`{score.__name__}\{message}"):
             score(*arguments)
+
+
+def test_score_has_the_nll_of_single_draws():
+    rng = np.random.default_rng(0)
+    draws = optax_smile.Snapshots(rng.normal(size=(2, 5, 3)).astype("float32"))
+    given: dict[str, Any] = {"likelihood": "categorical", "targets": LABELS}
+    logits = rng.normal(size=(5, 3)).astype("float32")
+    found = optax_smile.predict(lambda w, x: w[None] * x, draws, logits, per="draw", **given)
+    alone = [optax_smile.predict(lambda w, x: w[None] * x, [w], logits, **given) for w in draws]
+    expected = -np.mean([metrics.lppd(of.log_density) for of in alone])
+    assert metrics.score(found, LABELS)["NLL"] == pytest.approx(expected, abs=1e-6)
+    assert "NLL" not in metrics.score(found._replace(each=None), LABELS)
