@@ -39,7 +39,7 @@ def test_blocks_of_code_are_cells():
         fences = re.findall(r"^```python(.*)", text, re.MULTILINE)
         assert all(re.fullmatch(r"( tags=\[.*\])?", fence) for fence in fences), page
     for page in RECIPES:
-        _, _, rest = page.read_text().partition("optax_smile.predict(")
+        _, _, rest = page.read_text().partition(".predict(")
         assert "± {sd" in rest and "\nassert abs(mean" in rest, page
 
 
