@@ -21,6 +21,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from matplotlib.figure import Figure
+from scipy import stats
 
 import optax_smile
 
@@ -199,12 +200,41 @@ def regression() -> Figure:
     return drawn
 
 
+def appendix(records: list[Record]) -> Figure:
+    """Energy errors on the Gaussian and two fits; draws of the 25 modes."""
+    (errors,) = (r for r in records if r["cell"]["part"] == "energies")
+    drawn, axes = plt.subplots(1, 4, figsize=(12, 3), layout="constrained")
+    edges, counts = np.array(errors["edges"]), np.array(errors["counts"])
+    share = counts / counts.sum() / np.diff(edges)
+    axes[0].stairs(share, edges, fill=True, color=BLUE, alpha=0.3, label="|ΔE|")
+    at = np.linspace(0.01, 6, 300)
+    shape = (errors["mean"] / errors["std"]) ** 2
+    width = np.hypot(1, errors["std"] / errors["mean"])
+    axes[0].plot(at, stats.gamma.pdf(at, shape, scale=1 / shape), color=RED, label="Gamma")
+    axes[0].plot(at, stats.halfnorm.pdf(at, scale=width), color=GREEN, label="half-normal")
+    axes[0].axvline(errors["bounds"][0], color=RED, ls=":", label="98 %")
+    axes[0].set(title="energy errors", xlabel="|ΔE| / mean", yscale="log", ylim=(1e-5, 3))
+    axes[0].legend(fontsize="small")
+    grids = {r["cell"]["sampler"]: r["grids"] for r in records if r["cell"]["part"] == "modes"}
+    shown = {
+        "cSGLD, one chain": grids["cyclical_sgld"][0],
+        "pSMILE-naive, one chain": grids["psmile_naive published"][0],
+        "pSMILE-naive, ten chains": grids["psmile_naive published"][1],
+    }
+    for axis, (title, grid) in zip(axes[1:], shown.items(), strict=True):
+        axis.imshow(np.array(grid).T, origin="lower", extent=(-6, 6, -6, 6), cmap="Blues")
+        axis.set(title=title, xlabel="first dimension")
+    axes[1].set_ylabel("second dimension")
+    return drawn
+
+
 # Name: what draws it, and the files whose records it takes.
 PICTURES: dict[str, tuple[Callable[..., Figure], tuple[str, ...]]] = {
     "uci": (uci, ("uci",)),
     "step_cost": (step_cost, ("step_cost",)),
     "ladder": (ladder, ("ladder",)),
     "regression": (regression, ()),
+    "appendix": (appendix, ("appendix",)),
 }
 
 

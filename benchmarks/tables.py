@@ -3,8 +3,9 @@
     python benchmarks/tables.py            rewrite what stands between markers
     python benchmarks/tables.py --check    list what is stale, and exit with 1
 
-Pages are `README.md`, `notes/*.md`, `faults.md` and `which-method.md` in `../docs`, and our paper,
-`../paper/paper.md`; records are `results/*.jsonl`, those of Sommer et al. `results/paper.jsonl`.
+Pages are `README.md`, `notes/*.md`, `faults.md`, `paper.md` and `which-method.md` in `../docs`, and
+our paper, `../paper/paper.md`; records are `results/*.jsonl`, those of Sommer et al.
+`results/paper.jsonl`.
 Markers of a table stand on separate lines, those of a figure within a line:
 
     <!-- table NAME --> <!-- end -->
@@ -26,7 +27,7 @@ from typing import Any
 
 # So that it runs where nothing is installed.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks import pivot  # noqa: E402
+from benchmarks import paper_rows, pivot  # noqa: E402
 from benchmarks.pivot import (  # noqa: E402
     Cell,
     Pick,
@@ -497,6 +498,9 @@ def drawn(count: int) -> tuple:
 
 DIFFERENCE = "difference, paired"
 TABLES: dict[str, Table] = {
+    "paper": paper_rows.TABLE,
+    "paper-chosen": paper_rows.CHOSEN,
+    "paper-literal": paper_rows.LITERAL,
     "quickstart": Table("quickstart_seeds", each()).shows(
         ("test, mean over seeds", ENSEMBLE, OURS, DIFFERENCE),
         *(quick(name, title) for name, title in QUICK.items()),
@@ -729,6 +733,7 @@ TABLES: dict[str, Table] = {
     ),
 }
 FIGURES: dict[str, tuple] = {
+    "paper rows": (paper_rows.TABLE.files, paper_rows.tally),
     "quickstart LPPD": ("quickstart_seeds", quick("LPPD")[-1]),
     "quickstart ECE": ("quickstart_seeds", quick("ECE")[-1]),
     "LPPD after temperature": ("calibration", tempered("LPPD", "after")[-1], {"data": "digits"}),
@@ -840,7 +845,7 @@ def main() -> int:
     arguments = parser.parse_args()
     wrong = []
     notes = sorted((FOLDER / "notes").glob("*.md"))
-    others = ("docs/faults.md", "docs/which-method.md", "paper/paper.md")
+    others = ("docs/faults.md", "docs/paper.md", "docs/which-method.md", "paper/paper.md")
     for page in (FOLDER / "README.md", *notes, *(FOLDER.parent / name for name in others)):
         text = page.read_text(encoding="utf-8")
         if not arguments.check:

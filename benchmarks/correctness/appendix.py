@@ -10,6 +10,7 @@ the same mean length. Both gradients of a step share the noise, as published.
 """
 
 import functools
+from typing import Any
 
 from benchmarks import records, samplers
 from benchmarks.correctness import analytic
@@ -48,15 +49,16 @@ def run(part, sampler, step_size, num_steps, keys):
         given = options | {"key": key} if options else {}
         tx = samplers.build(sampler, step_size, num_data=1, prior_precision=0.0, **given)
 
-        def step(carry, key):
+        def step(carry: tuple[Any, Any], key: jax.Array):
             noise = jax.random.normal(key, (10,)) * np.sqrt(analytic.NOISE_VARIANCE)
-            start, told = carry[0], None
+            start, told = carry[0], ()
             for _ in range(calls):
                 params, state = carry
                 gradient = jax.grad(energy)(params) + noise
                 value = energy(params) + noise @ params
                 updates, state = tx.update(gradient, state, params, value=value)
-                carry = optax.apply_updates(params, updates), state
+                moved: Any = optax.apply_updates(params, updates)
+                carry = moved, state
                 # The first call gets the end of the step before.
                 seen = optax_smile.stats(state)
                 told = told or (params[:2], seen.is_draw, seen.energy_change)
@@ -120,7 +122,10 @@ def modes(cell, keys):
         return np.bincount(nearest, minlength=25) / len(draws)
 
     pooled = shares(np.concatenate(drawn))
-    grids = [np.histogram2d(*of.T, [EDGES, EDGES])[0] for of in (drawn[0], np.concatenate(drawn))]
+    grids = [
+        np.histogram2d(of[:, 0], of[:, 1], [EDGES, EDGES])[0]
+        for of in (drawn[0], np.concatenate(drawn))
+    ]
     return {
         "matched_step_size": size,
         "found_by_one": [int(np.sum(shares(of) > FOUND)) for of in drawn],
