@@ -46,6 +46,17 @@ DEFECTS = r"""
 = prior change without its half | prior_change
 - (x - mean + dx / 2)
 + (x - mean + dx)
+# _reuse.py | test_reuse.py
+= programs of one shape are one program | changed
+- key = hashlib.sha256(code.encode()).digest(), lowered
++ key = b"", lowered
+= code that calls Python is shared | not_shared
+- "callback" in (code
++ "no callback" in (code
+# diagnostics/summarize.py | test_diagnostics.py
+= confidence minus accuracy | confidence
+- np.isclose(target, confidence, rtol=1e-4) - confidence
++ confidence - np.isclose(target, confidence, rtol=1e-4)
 # stages/scale.py | test_preconditioner.py
 = scale moves within a window | window
 - closes | weight.restart, measured
