@@ -54,8 +54,9 @@ class Program:
             return self._own
         # An argument that is not used is not in the code.
         leaves, structure = jax.tree.flatten(given)
-        places = [leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array)]
-        shapes = structure, *map(jax.typeof, leaves), *places, jax.config.jax_default_device
+        places = [getattr(leaf, "sharding", None) for leaf in leaves]
+        device = getattr(jax.config, "jax_default_device", None)
+        shapes = structure, *map(jax.typeof, leaves), *places, device
         key = hashlib.sha256(code.encode()).digest(), lowered.out_tree, shapes
         _KEPT[key] = _KEPT.pop(key, self._own)
         if len(_KEPT) > LIMIT:
