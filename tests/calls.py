@@ -106,6 +106,10 @@ def values(path) -> dict[str, Any]:
         "plots.regression_band": {"inputs": VECTOR},
         "parallel.over_chains": {"function": lambda x: x},
         "NumpyroModel.constrain": {"draws": optax_smile.Snapshots({"mean": SERIES[..., 0]})},
+        "NumpyroModel.to_arviz": {
+            "draws": optax_smile.Snapshots({"mean": SERIES[..., 0]}),
+            "data": VECTOR,
+        },
     }
     return given | {f"{name}.{x}": value for name, of in own.items() for x, value in of.items()}
 
@@ -137,7 +141,7 @@ def valid_calls(path) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     called |= {"PrecisionSearch.sampler": search.sampler}
     called |= {f"Snapshots.{x}": getattr(Snapshots, x) for x in ("from_members", "from_draws")}
     bridge = optax_smile.interop.from_numpyro(model, VECTOR, num_data=10)
-    called |= {"NumpyroModel.constrain": bridge.constrain}
+    called |= {f"NumpyroModel.{x}": getattr(bridge, x) for x in ("constrain", "to_arviz")}
     for name in ("psmile", "sgld"):
         tx: Any = called[name](1e-2, num_data=10, key=KEY)
         called |= {f"{name}.init": tx.init, f"{name}.update": tx.update}

@@ -219,6 +219,13 @@ def test_densities_and_draws_of_the_data_go_to_arviz():
     assert drawn.shape == (2, 200, 8) and abs(z.mean()) < 0.06 and abs(z.std() - 1) < 0.05
     with pytest.raises(ValueError, match=r"to_arviz\(data=...\)` must be valid arguments"):
         bridge.to_arviz(draws, (1.0,))
+    # Fewer examples than the plate has.
+    batch = rows(MODELS["hierarchical"][1], FIRST)
+    bridge = from_numpyro(hierarchical, batch, num_data=NUM_DATA)
+    found = bridge.to_arviz(few_draws(bridge), batch)
+    sites = {x: found.posterior[x].values[..., None] for x in ("effect", "noise")}
+    of = dist.Normal(sites["effect"][..., batch[0], 0], sites["noise"])
+    np.testing.assert_allclose(found.log_likelihood["y"], of.log_prob(batch[1]), rtol=1e-4)
 
 
 def observed_mean(y, mean: Any = 0.0, **given):

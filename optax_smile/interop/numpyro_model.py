@@ -95,7 +95,7 @@ class NumpyroModel:
         found = jax.jit(jax.vmap(jax.vmap(values)))(dict(params))
         return Snapshots(jax.tree.map(np.asarray, found), draws.trace, draws.settings)
 
-    @_check.arguments("NumpyroModel.to_arviz", draws=DRAWS, key=_check.Key())
+    @_check.arguments("NumpyroModel.to_arviz", draws=DRAWS, key=_check.Key(needed=True))
     def to_arviz(
         self, draws: Snapshots | StoredSnapshots, data: Batch = None, *, key: jax.Array | int = 0
     ) -> Tree:
@@ -198,18 +198,16 @@ def _run(bridge: NumpyroModel, params: Params, batch: Batch, turn: bool = False)
 
 
 def _observed(
-    bridge: NumpyroModel, sites: Snapshots, data: Batch, key: jax.Array | int
+    bridge: NumpyroModel, sites: Snapshots, data: Batch, key: Tree
 ) -> dict[str, dict[str, np.ndarray]]:
     """Return log likelihoods and draws of the observed sites in the plate."""
-    arguments, keywords, indices = _arguments(bridge, data)
-    plates = {} if indices is None else {bridge.plate: jnp.asarray(indices)}
-    model = handlers.substitute(bridge.model, plates)
-    latent = {name: sites.params[name] for name in _example(bridge)}
-    key = jax.random.key(key) if isinstance(key, int) else key
-    given: Options = {"batch_ndims": 2}
+    (arguments, keywords, _), example = _arguments(bridge, data), _example(bridge)
+    latent, given = {name: sites.params[name] for name in example}, dict[str, Any](batch_ndims=2)
     with _check.calling("NumpyroModel.to_arviz", "data", "valid arguments of the model"):
+        trace = _run(bridge, example, data)[1]
+        # Without indices, the plate would draw some.
+        model = handlers.substitute(bridge.model, {bridge.plate: trace[bridge.plate]["value"]})
         densities = log_likelihood(model, latent, *arguments, **keywords, **given)
-        trace = _run(bridge, _example(bridge), data)[1]
         names = [name for name in densities if _plates(bridge, trace[name])]
         given |= {"return_sites": names}
         predict = Predictive(handlers.uncondition(model), latent, **given)
