@@ -219,7 +219,7 @@ def init(
             transform_non_params=lambda _: _chain_sharding(mesh),
         )
     compiled = functools.partial(jax.jit, out_shardings=own)
-    state = _reuse.Program(over_chains(sampler.init, mesh=mesh), compiled)(params)
+    state = _reuse.Program(over_chains(sampler.init, mesh=mesh), compiled, mesh)(params)
     if key is None and chains == 1:
         return state
     try:

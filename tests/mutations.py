@@ -48,15 +48,15 @@ DEFECTS = r"""
 + (x - mean + dx)
 # _reuse.py | test_reuse.py
 = programs of one shape are one program | changed
-- key = hashlib.sha256(code.encode()).digest(), lowered
-+ key = b"", lowered
+- key = hashlib.sha256(code.encode()).digest(), known
++ key = b"", known
 = code that calls Python is shared | not_shared
-- "callback" in (code
-+ "no callback" in (code
+- BY_ADDRESS = ("callback",
++ BY_ADDRESS = ("no callback",
 # diagnostics/summarize.py | test_diagnostics.py
 = confidence minus accuracy | confidence
-- np.isclose(target, confidence, rtol=1e-4) - confidence
-+ confidence - np.isclose(target, confidence, rtol=1e-4)
+- np.isclose(target, confidence, rtol=1e-5) / ties - confidence
++ confidence - np.isclose(target, confidence, rtol=1e-5) / ties
 # stages/scale.py | test_preconditioner.py
 = scale moves within a window | window
 - closes | weight.restart, measured

@@ -400,6 +400,11 @@ def test_confidence_is_compared_with_accuracy(likelihood, sharpness):
     np.testing.assert_allclose(found.surplus[0], np.mean(right - chances.max(axis=1)), atol=1e-6)
     assert ("underconfident" in str(found)) == (sharpness < 1)
     assert ("overconfident" in str(found)) == (sharpness > 1)
+    # Of two equal probabilities one is right.
+    even = prediction._replace(
+        mean=np.full((2_000, 2), 0.5), log_density=np.full(2_000, -np.log(2))
+    )
+    assert diagnostics.summary(draws, even).surplus == (0, 0)
 
 
 def test_copies_count_once():

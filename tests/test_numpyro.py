@@ -228,6 +228,19 @@ def test_densities_and_draws_of_the_data_go_to_arviz():
     np.testing.assert_allclose(found.log_likelihood["y"], of.log_prob(batch[1]), rtol=1e-4)
 
 
+def test_predictive_draws_keep_what_is_observed_outside_the_plate():
+
+    def model(y):
+        center: Any = sample("center", dist.Normal(sample("mean", dist.Normal(0, 1)), 1), obs=50.0)
+        observe(dist.Normal(center, 1), y)
+
+    y = RNG.normal(size=BATCH).astype(np.float32)
+    bridge = from_numpyro(model, y, num_data=NUM_DATA)
+    found = bridge.to_arviz(few_draws(bridge), y)
+    assert set(found.posterior_predictive.data_vars) == {"y"}
+    assert abs(float(found.posterior_predictive["y"].mean()) - 50) < 1
+
+
 def observed_mean(y, mean: Any = 0.0, **given):
     observe(dist.Normal(sample("mean", dist.Normal(0, 1)) + mean, 1), y, **given)
 

@@ -103,6 +103,21 @@ def test_what_the_code_does_not_show_is_not_shared(compiled, monkeypatch):
     assert not _reuse._KEPT
 
 
+def test_devices_and_configuration_are_part_of_a_program(compiled):
+    at, programs = jnp.ones((2, 2)), []
+    for mesh in ("first", "second"):
+        program = _reuse.Program(lambda x: x @ x, mesh=mesh)
+        with jax.default_matmul_precision("float32"):
+            program(at)
+        program(at)
+        programs += program._programs.values()
+    assert len(_reuse._KEPT) == 4 and len(programs) == 4
+    # A program that is traced within another one does not take its place.
+    outer = _reuse.Program(lambda x: _reuse.Program(lambda y: 2 * y)(x) + 1)
+    np.testing.assert_array_equal(outer(at), 3 * np.ones((2, 2)))
+    assert _reuse._CALLED.function is None
+
+
 def test_the_oldest_program_goes_first(compiled, monkeypatch):
     monkeypatch.setattr(_reuse, "LIMIT", 2)
     at = jnp.zeros(2)

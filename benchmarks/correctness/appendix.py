@@ -4,7 +4,8 @@
 the Gamma distribution of the same moments, whose 98 % quantile is the paper's guardrail, and the
 half-normal one. `modes`: a mixture of 25 Gaussians in the first two of ten dimensions, psmile_naive
 at a step of .6, and cyclical SGLD with cycles of 5,000 steps at the step size that gives updates of
-the same mean length. Both gradients of a step share the noise, as published.
+the same mean length. One draw of the noise covers the end of a step and the middle of the next, as
+with `sample(batch_per="step")`, so that an energy error compares the energies of two draws.
 
     python benchmarks/correctness/appendix.py --output out/appendix.jsonl
 """

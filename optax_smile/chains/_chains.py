@@ -93,7 +93,7 @@ class Chains:
         def compiled(function: Callable) -> Callable:
             return parallel.step(function, self._carry, mesh=mesh, per_chain=per_chain)
 
-        self._one, self._many = (_reuse.Program(x, compiled) for x in (one_call, many))
+        self._one, self._many = (_reuse.Program(x, compiled, mesh) for x in (one_call, many))
         self._record = _compiled(_record_of_chain, mesh)
         self.loss = loss
         self._losses = _checks.Losses("sample", loss, self.number, per_chain, mesh, hint)

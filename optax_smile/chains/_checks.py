@@ -145,7 +145,7 @@ class Losses:
         mapped = parallel.over_chains(of_chain, mesh=self.mesh, in_axes=axes)
         own = None if self.mesh is None else parallel._chain_sharding(self.mesh)
         compiled = functools.partial(jax.jit, out_shardings=own)
-        self.compiled = _reuse.Program(mapped, compiled)
+        self.compiled = _reuse.Program(mapped, compiled, self.mesh)
 
     def put(self, batch: Batch, stacked: bool = False) -> Batch:
         """Put a batch, or a stack of batches, on the devices."""

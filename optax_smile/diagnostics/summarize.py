@@ -323,7 +323,8 @@ def summary(
 def _surplus(prediction: Prediction) -> tuple[float, float]:
     """Return accuracy minus confidence of class probabilities, and its standard error."""
     chances, target = np.asarray(prediction.mean), np.exp(np.asarray(prediction.log_density, float))
-    if prediction.uncertainty != "entropy" or target.ndim != 1 or len(target) < 2:
+    is_known = target.ndim == 1 and len(target) > 1 and not np.isnan(target).any()
+    if prediction.uncertainty != "entropy" or not is_known:
         return np.nan, np.nan
     if chances.ndim == 1:
         chances = np.stack([chances, 1 - chances], axis=1)
@@ -331,8 +332,10 @@ def _surplus(prediction: Prediction) -> tuple[float, float]:
         # Several outputs of two classes each.
         return np.nan, np.nan
     confidence = chances.max(axis=1)
-    # The class with the largest probability is right if the target has this probability.
-    gaps = np.isclose(target, confidence, rtol=1e-4) - confidence
+    # The class with the largest probability is right if the target has this probability. Of equal
+    # ones each is right at the average rate.
+    ties = np.isclose(chances, confidence[:, None], rtol=1e-5).sum(axis=1)
+    gaps = np.isclose(target, confidence, rtol=1e-5) / ties - confidence
     return float(gaps.mean()), float(gaps.std(ddof=1) / np.sqrt(len(gaps)))
 
 

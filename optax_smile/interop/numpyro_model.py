@@ -210,7 +210,7 @@ def _observed(
         densities = log_likelihood(model, latent, *arguments, **keywords, **given)
         names = [name for name in densities if _plates(bridge, trace[name])]
         given |= {"return_sites": names}
-        predict = Predictive(handlers.uncondition(model), latent, **given)
+        predict = Predictive(_Unobserved(model, names), latent, **given)
         drawn = predict(key, *arguments, **keywords)
     groups = {"log_likelihood": densities, "posterior_predictive": drawn}
     return {group: {x: np.asarray(of[x]) for x in names} for group, of in groups.items()}
@@ -227,6 +227,18 @@ def _is_likelihood(bridge: NumpyroModel, site: Site) -> bool:
 
 def _is_latent(site: Site) -> bool:
     return site["type"] == "sample" and not site["is_observed"]
+
+
+class _Unobserved(handlers.uncondition):
+    """Free some observed sites alone."""
+
+    def __init__(self, model: Callable, names: list[str]):
+        super().__init__(model)
+        self.names = names
+
+    def process_message(self, message: Site):
+        if message.get("name") in self.names:
+            super().process_message(cast(Any, message))
 
 
 class _Refuse(Messenger):
