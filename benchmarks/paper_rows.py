@@ -1,17 +1,15 @@
 """Every table and figure of the paper: what it shows, its figures, ours, and how to run ours."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.pivot import (
     Cell,
     Pick,
-    Record,
     Table,
     View,
     each,
-    found,
+    join,
     look,
     mean_error,
     number,
@@ -59,11 +57,6 @@ def dated(cell: Cell) -> Cell:
         return f"{value} ({' … '.join(ends)})" if commits else value
 
     return shown
-
-
-def lines(*cells: Cell) -> Cell:
-    """Cells below each other."""
-    return lambda view: BREAK.join(text(cell, view) for cell in cells)
 
 
 def row(what: str, status: str, paper: Cell, ours: Cell, how: str) -> Row:
@@ -400,18 +393,22 @@ ROWS = [
     row(
         "Table 3 and by step size: ViT, four chains, LPPD",
         NONE,
-        lines(*(papers_best("lppd", "vit", x) for x in (ENSEMBLE, SGHMC, "psmile published"))),
+        join(
+            *(papers_best("lppd", "vit", x) for x in (ENSEMBLE, SGHMC, "psmile published")),
+            sep=BREAK,
+        ),
         tiny("vit", *(step("psmile published", x) for x in (0.2, 0.15, 0.1, 0.05))),
         network("vit"),
     ),
     row(
         "Figure and table: nanoGPT by step size, perplexity",
         NONE,
-        lines(
+        join(
             *(
                 papers_best("perplexity", "nanogpt", x)
                 for x in (SGHMC, "smile published", "psmile published")
-            )
+            ),
+            sep=BREAK,
         ),
         tiny("nanogpt", *(step(SGHMC, x) for x in (2e-6, 2e-5, 2e-4, 2e-3))),
         network("nanogpt"),
@@ -463,11 +460,12 @@ ROWS = [
         "Figure: LeNet by batch size",
         PART,
         "larger batches help a little",
-        lines(
+        join(
             *(
                 tiny("lenet", ("smile", {}), form=f"tiny sampling_batch_size={size}")
                 for size in (64, 256, 512)
-            )
+            ),
+            sep=BREAK,
         ),
         '† `prediction/networks.py --table "lenet batch" --form paper`',
     ),
@@ -524,60 +522,6 @@ ROWS = [
         network("nanogpt"),
     ),
 ]
-
-
-LITERAL = Table("literal paper", found("target", "noise", "scale")).shows(
-    ("target, noise", "{target}, {noise}"),
-    ("scale", "{scale}"),
-    ("b², chains that chose the step", "{chosen:.3f} ± {chosen_error:.3f}"),
-    ("fresh chains at this step", "{bias:.3f} ± {error:.3f}"),
-    ("step", "{step_size:.2g}"),
-    (
-        "paper",
-        lambda view: of_paper(
-            view,
-            quantity="b2",
-            sampler="psmile_naive",
-            kind="gaussian",
-            scale=None,
-            target=view.first("target"),
-            noise=view.first("noise"),
-        ),
-    ),
-)
-
-
-def chosen(record: Record) -> str:
-    """Bias of the ten chains that chose the step size, after the decades with four chains."""
-    fine = record["searched_step_bias_effective"][7:]
-    return number(next(b for size, b, _ in fine if math.isclose(size, record["step_size"])))
-
-
-# What a search picks, and what fresh chains have at the same step size.
-CHOSEN = Table(
-    "analytic paper",
-    each(target=TARGETS, noise=NOISES),
-    {"sampler": "psmile_naive leapfrog", "kind": "gaussian", "gradients": 1_000_000},
-).shows(
-    ("target, noise", "{target}, {noise}"),
-    (
-        "b², ten chains that chose the step",
-        lambda view: "".join(map(chosen, view.records())),
-    ),
-    ("20 fresh chains", "{bias:.3f} ± {error:.3f}"),
-    (
-        "paper, chains that chose it",
-        lambda view: of_paper(
-            view,
-            quantity="b2",
-            sampler="psmile_naive",
-            kind="gaussian",
-            gradients=None,
-            target=view.first("target"),
-            noise=view.first("noise"),
-        ),
-    ),
-)
 
 
 def status(of: Row) -> Cell:

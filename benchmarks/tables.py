@@ -310,6 +310,12 @@ def beside(name: str, ours: Cell, paper: Cell) -> list[tuple]:
     return [(name, ours), ("paper", paper)]
 
 
+def chose(record: Record) -> str:
+    """Bias of the ten chains that chose the step size, after the decades with four chains."""
+    fine = record["searched_step_bias_effective"][7:]
+    return number(next(b for size, b, _ in fine if math.isclose(size, record["step_size"])))
+
+
 def tally(view: View, of_paper: bool) -> str:
     """How often `psmile` is competitive with its searched forms, or behind the paper.
 
@@ -499,8 +505,19 @@ def drawn(count: int) -> tuple:
 DIFFERENCE = "difference, paired"
 TABLES: dict[str, Table] = {
     "paper": paper_rows.TABLE,
-    "paper-chosen": paper_rows.CHOSEN,
-    "paper-literal": paper_rows.LITERAL,
+    "paper-chosen": Table("analytic paper", PLACES, LONG | {"sampler": LEAPFROG}).shows(
+        ("target, noise", "{target}, {noise}"),
+        ("b², ten chains that chose the step", lambda view: "".join(map(chose, view.records()))),
+        ("20 fresh chains", "{bias:.3f} ± {error:.3f}"),
+        ("paper, chains that chose it", in_paper()),
+    ),
+    "paper-literal": Table("literal paper", found("target", "noise", "scale")).shows(
+        *under("target, noise, scale", "{target}", "{noise}", "{scale}"),
+        ("b², chains that chose the step", "{chosen:.3f} ± {chosen_error:.3f}"),
+        ("fresh chains at this step", "{bias:.3f} ± {error:.3f}"),
+        ("step", "{step_size:.2g}"),
+        ("paper", in_paper(scale=None)),
+    ),
     "quickstart": Table("quickstart_seeds", each()).shows(
         ("test, mean over seeds", ENSEMBLE, OURS, DIFFERENCE),
         *(quick(name, title) for name, title in QUICK.items()),

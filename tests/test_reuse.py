@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_smile
@@ -37,6 +38,12 @@ def draws_of(loss, batches=BATCHES, **options):
     return optax_smile.sample(loss, STARTS, batches, sampler, **given).params
 
 
+def members_of(loss):
+    given: dict[str, Any] = {"num_members": 2, "num_epochs": 2, "key": 0, "progress": False}
+    start = lambda key: jax.random.normal(key, (2,))  # noqa: E731
+    return optax_smile.warmstart(loss, start, BATCHES, optax.sgd(0.1), check=False, **given)
+
+
 def make(scale=1.0, data=0.0):
     """A loss with a number and an array in its closure."""
     closure = {"scale": scale, "data": np.full(2, data, "float32")}
@@ -51,8 +58,10 @@ def test_a_second_run_compiles_nothing(compiled):
     loss, _ = make()
     first = draws_of(loss)
     assert compiled
+    trained = members_of(loss)
     compiled.clear()
     np.testing.assert_array_equal(draws_of(loss), first)
+    np.testing.assert_array_equal(members_of(loss), trained)
     # So does a loss that is made anew and computes the same.
     np.testing.assert_array_equal(draws_of(make()[0]), first)
     assert not compiled

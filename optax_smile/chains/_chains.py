@@ -90,9 +90,8 @@ class Chains:
         def many(chain, batches):
             return jax.lax.scan(lambda x, batch: (one_call(x, batch), None), chain, batches)[0]
 
-        def compiled(function: Callable) -> Callable:
-            return parallel.step(function, self._carry, mesh=mesh, per_chain=per_chain)
-
+        of_all = {"carry": self._carry, "mesh": mesh, "per_chain": per_chain}
+        compiled = functools.partial(parallel.step, **of_all)
         self._one, self._many = (_reuse.Program(x, compiled, mesh) for x in (one_call, many))
         self._record = _compiled(_record_of_chain, mesh)
         self.loss = loss
