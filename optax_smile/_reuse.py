@@ -18,7 +18,8 @@ LARGEST = 2**24  # Bytes of constants, such as data in a closure, above which no
 # In code that refers to an object of Python by its address.
 BY_ADDRESS = ("callback", "CustomSPMDPartitioning")
 # Configurations on which a program depends.
-CONFIG = ("enable_x64", "default_matmul_precision", "default_device", "threefry_partitionable")
+CONFIG = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_device")
+CONFIG += ("jax_threefry_partitionable",)
 _KEPT: collections.OrderedDict[Hashable, Callable] = collections.OrderedDict()
 _LOCK, _CALLED = threading.Lock(), threading.local()
 
@@ -50,7 +51,8 @@ class Program:
         # A batch may be empty.
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves or jax.tree.leaves(given)):
             return self._own
-        config = (getattr(jax.config, f"jax_{name}", None) for name in CONFIG)
+        # Python keeps a reference to each new string by which an attribute is looked up.
+        config = (getattr(jax.config, name, None) for name in CONFIG)
         shapes = structure, *map(jax.typeof, leaves), *config
         if shapes not in self._programs:
             self._programs[shapes] = self._shared(given, shapes)
