@@ -2,7 +2,7 @@
 
     networks     two Bayesian networks of about 100 parameters; chains of a warm start are compared
                  with NUTS from there, in what they predict; every sampler at batches N to N/32
-    posteriors   the default pSMILE on ten posteriors that others use, batches of a tenth
+    posteriors   the default pSMILE on posteriors that others use, batches of a tenth
     calibration  simulation-based calibration of the default pSMILE: over 500 data sets drawn from
                  the model, truths must rank uniformly among the draws (Talts et al. 2018)
 

@@ -150,7 +150,7 @@ def moons_network() -> Posterior:
 
 NETWORKS = {"energy": energy_network, "moons": moons_network}
 
-# Ten posteriors.
+# Posteriors.
 
 
 def standardized(features, targets, with_targets: bool = True) -> tuple[np.ndarray, np.ndarray]:
@@ -187,6 +187,15 @@ def logistic() -> Posterior:
     features, labels = bundled(datasets.load_breast_cancer)
     rows = standardized(features[:, :10], labels, False)
     return Posterior(11, bernoulli(linear_predictor), rows)
+
+
+def mixed_logistic() -> Posterior:
+    """Logistic regression: 1,000 simulated rows, 20 predictors mixed by a random matrix."""
+    rng = np.random.default_rng(3)
+    features = rng.normal(size=(1_000, 20)) @ rng.normal(size=(20, 20))
+    features /= features.std(axis=0)
+    labels = rng.random(1_000) < 1 / (1 + np.exp(-features @ rng.normal(size=20)))
+    return Posterior(21, bernoulli(linear_predictor), standardized(features, labels, False))
 
 
 def robust() -> Posterior:
@@ -328,6 +337,7 @@ def smooth() -> Posterior:
 POSTERIORS = {
     "linear": linear,
     "logistic": logistic,
+    "logistic, mixed": mixed_logistic,
     "robust": robust,
     "poisson": poisson,
     "negative binomial": negative_binomial,
