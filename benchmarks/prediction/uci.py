@@ -1,18 +1,23 @@
 """Regression on UCI data: every sampler at the same number of gradients, from the same warm start.
 
 A deep ensemble is trained by the likelihood; every method then takes 60,000 gradients from each
-network, of which the last two thirds are sampled. Networks 16-16-16-1, under three protocols:
+network, of which the last two thirds are sampled. Networks 16-16-16-1, under these protocols:
 
     joint            one log sigma for all inputs, trained and sampled with the weights
     distributional   the network predicts log sigma for each input
     published        trained by squared error, sampled from log sigma = 0 with the last sixth kept
+    tabular          distributional, with four layers of 16 as in the table of bde's authors
+    tabular mean     joint, with four layers of 16
 
-A cell is one protocol, data set, split, method and setting.
+CatBoost (`pip install catboost`) is at its defaults; the validation data choose how many trees. It
+predicts mean and variance for `tabular`, else the mean, and has the variance of the validation
+errors. A cell is one protocol, data set, split, method and setting.
 
     python benchmarks/prediction/uci.py --data energy airfoil --output out/uci.jsonl
 """
 
 import functools
+import importlib
 import os
 import time
 import warnings
@@ -27,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from scipy import stats
 
 import optax_smile
 
@@ -43,7 +49,9 @@ FILES = {
 SEEDS = {"energy": (1, 3), "airfoil": (1, 3), "bikesharing": (1,)}
 BATCH_SIZE = 256
 # The share of the warm-up and the number of draws.
-PROTOCOLS = {"joint": (1 / 3, 400), "distributional": (1 / 3, 400), "published": (5 / 6, 1_000)}
+USUAL: tuple[float, int] = 1 / 3, 400
+PROTOCOLS = dict.fromkeys(("joint", "distributional", "tabular", "tabular mean"), USUAL)
+PROTOCOLS |= {"published": (5 / 6, 1_000)}
 # Of each chain.
 NUM_GRADIENTS = 60_000
 # LPPD of a constant prediction with the mean and variance of the targets.
@@ -56,11 +64,12 @@ class Network(nn.Module):
     """Mean `[input]` and log sigma: one for all inputs, or `[input]`."""
 
     predicts_sigma: bool = False
+    num_layers: int = 3
 
     @nn.compact
     def __call__(self, x):
         """Map features `[input, feature]`."""
-        for _ in range(3):
+        for _ in range(self.num_layers):
             x = nn.relu(nn.Dense(16)(x))
         if self.predicts_sigma:
             x = nn.Dense(2)(x)
@@ -68,14 +77,18 @@ class Network(nn.Module):
         return nn.Dense(1)(x)[:, 0], self.param("log_std", nn.initializers.zeros, ())
 
 
-NETWORK = Network()
-DISTRIBUTION = Network(predicts_sigma=True)
+def network_of(protocol: str) -> Network:
+    """Build the network of a protocol."""
+    return Network(
+        protocol in ("distributional", "tabular"), 4 if protocol.startswith("tabular") else 3
+    )
 
 
 def outputs_of(params, features) -> Any:
     """Mean and log sigma."""
-    has_sigma = "log_std" in params["params"]
-    return (NETWORK if has_sigma else DISTRIBUTION).apply(params, features)
+    layers = [*params["params"]]
+    num_layers = sum(name.startswith("Dense") for name in layers) - 1
+    return Network("log_std" not in layers, num_layers).apply(params, features)
 
 
 def mean_loss(params, batch):
@@ -126,7 +139,7 @@ def batches_of(data, size: int, num_epochs: int) -> list[Any]:
 def warm(data: str, split: int, protocol: str, num_chains: int) -> tuple[Any, Any]:
     """Split and deep ensemble."""
     parts = load(data, split)
-    network = DISTRIBUTION if protocol == "distributional" else NETWORK
+    network = network_of(protocol)
     members = optax_smile.warmstart(
         squared_error if protocol == "published" else mean_loss,
         lambda key: network.init(key, parts[0][0][:1]),
@@ -169,7 +182,7 @@ def training(step_size, num_data, key):
     return optax.adamw(step_size, weight_decay=5e-3)
 
 
-FULL_BATCH, CHECKPOINTS = "mile", "checkpoints"
+FULL_BATCH, CHECKPOINTS, TREES = "mile", "checkpoints", "CatBoost"
 METHODS = {
     CHECKPOINTS: Method(training, "gradient", (1e-3, 3e-3, 1e-2)),
     # L and the grid around the choice of the published tuner.
@@ -192,7 +205,36 @@ METHODS = {
     "psmile": method("psmile", None),
     "psmile, full matrix": method("psmile", None, largest_matrix=1_000),
 }
-ALL = ("deep ensemble", *METHODS)
+ALL = ("deep ensemble", TREES, *METHODS)
+
+
+def errors(mean: np.ndarray, std: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+    """RMSE, and coverage of normal 90 % intervals."""
+    low, high = optax_smile.metrics.interval(mean, std, 0.9)
+    return {
+        "rmse": float(np.sqrt(np.mean((mean - targets) ** 2))),
+        "coverage": float(np.mean((low <= targets) & (targets <= high))),
+    }
+
+
+def trees(cell: records.Cell) -> dict[str, float]:
+    """Scores of boosted trees."""
+    train, (inputs, targets), test = load(cell["data"], cell["split"])
+    has_variance = cell["protocol"] == "tabular"
+    model = importlib.import_module("catboost").CatBoostRegressor(
+        loss_function="RMSEWithUncertainty" if has_variance else "RMSE",
+        random_seed=cell["split"],
+        verbose=False,
+        allow_writing_files=False,
+    )
+    model.fit(*train, eval_set=(inputs, targets))
+    if has_variance:
+        mean, variance = model.predict(test[0]).T
+    else:
+        mean, variance = model.predict(test[0]), np.mean((model.predict(inputs) - targets) ** 2)
+    std = np.sqrt(variance)
+    lppd = stats.norm.logpdf(test[1], mean, std).mean()
+    return {"lppd": float(lppd), **errors(mean, std, test[1])}
 
 
 def score(snapshots: Any, test) -> dict[str, Any]:
@@ -204,12 +246,8 @@ def score(snapshots: Any, test) -> dict[str, Any]:
         )
     except ValueError as error:
         return {"lppd": float("-inf"), "error": str(error)}
-    low, high = optax_smile.metrics.interval(found.mean, np.sqrt(found.total), 0.9)
-    result = {
-        "lppd": float(np.mean(found.log_density)),
-        "rmse": float(np.sqrt(np.mean((found.mean - targets) ** 2))),
-        "coverage": float(np.mean((low <= targets) & (targets <= high))),
-    }
+    result = errors(found.mean, np.sqrt(found.total), targets)
+    result["lppd"] = float(np.mean(found.log_density))
     if snapshots.trace:
         summary = optax_smile.diagnostics.summary(snapshots, found, max_inputs=MAX_INPUTS)
         result |= {
@@ -228,6 +266,8 @@ def run_cell(cell: records.Cell) -> records.Record:
     """Sample and score."""
     warnings.filterwarnings("ignore", message="`sample`: `sampler` is an optimizer")
     of = (cell[name] for name in ("data", "split", "protocol", "num_chains"))
+    if cell["method"] == TREES:
+        return trees(cell)
     (train, _, test), members = warm(*of)
     if cell["method"] == "deep ensemble":
         return score(optax_smile.Snapshots.from_members(members), test)
