@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 
 project, author = "optax_smile", "the authors of optax_smile"
 version = release = optax_smile.__version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx_copybutton"]
+extensions += [f"sphinx.ext.{name}" for name in ("autodoc", "napoleon", "viewcode")]
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**", "benchmarks/README.md", "benchmarks/notes/*.md"]
 exclude_patterns = [".*", "docs/_*", "out", "build", "dist", "**/__pycache__"]

@@ -40,19 +40,22 @@ def smile(
     U turns the direction u of the chain. The noise of this gradient is part of the dynamics. The
     sampler also adds isotropic noise of its own, the explicit noise. By default, this noise turns u
     in each step by about as much as the change of the gradient since the last step does (see
-    `decoherence_length` of `psmile`). The step size adapts itself. One leapfrog step with step size
-    eps and d parameters is
-
-        kick   u <- (u + (sinh D + p (cosh D - 1)) e) / (cosh D + p sinh D) for eps / 2
-        drift  theta <- theta + eps u
-        kick   again for eps / 2, with the gradient and batch of the new theta
-
-        e = -grad U / |grad U|, p = e . u, D = (eps / 2) |grad U| / (d - 1)
-        U = (num_data * mean_loss + prior_precision / 2 |theta - prior_mean|^2) / temperature
-
-    Every call of `update` closes one step and opens the next: one gradient per step. The published
-    sampler, with the tuner and the outlier test of the paper and without explicit noise, is
+    `decoherence_length` of `psmile`). The step size adapts itself. The sampler of the paper, with
+    its tuner and outlier test and without explicit noise, is
     `optax_smile.published.smile(1e-3, num_data=...)`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, optax_smile
+        >>> loss_fn = lambda params: jnp.sum(params["w"] ** 2) / 2
+        >>> tx = optax_smile.smile(num_data=100, key=jax.random.key(0))
+        >>> params = {"w": jnp.ones(3)}
+        >>> state = tx.init(params)
+        >>> for _ in range(20):
+        ...     loss, grads = jax.value_and_grad(loss_fn)(params)
+        ...     updates, state = tx.update(grads, state, params, value=loss)
+        ...     params = optax.apply_updates(params, updates)
+        >>> int(optax_smile.stats(state).num_gradients)
+        20
 
     Args:
         step_size: Euclidean length of one step of the whole parameter vector, > 0. A number, or an
@@ -79,18 +82,16 @@ def smile(
     five Newton-Schulz iterations per call, like Muon: ten products of each matrix with a square
     one; two, and 17 of square ones, if it is at least twice as long as wide.
 
-    Example:
-        >>> import jax, jax.numpy as jnp, optax, optax_smile
-        >>> loss_fn = lambda params: jnp.sum(params["w"] ** 2) / 2
-        >>> tx = optax_smile.smile(num_data=100, key=jax.random.key(0))
-        >>> params = {"w": jnp.ones(3)}
-        >>> state = tx.init(params)
-        >>> for _ in range(20):
-        ...     loss, grads = jax.value_and_grad(loss_fn)(params)
-        ...     updates, state = tx.update(grads, state, params, value=loss)
-        ...     params = optax.apply_updates(params, updates)
-        >>> int(optax_smile.stats(state).num_gradients)
-        20
+    Step: one leapfrog step with step size eps and d parameters is
+
+        kick   u <- (u + (sinh D + p (cosh D - 1)) e) / (cosh D + p sinh D) for eps / 2
+        drift  theta <- theta + eps u
+        kick   again for eps / 2, with the gradient and batch of the new theta
+
+        e = -grad U / |grad U|, p = e . u, D = (eps / 2) |grad U| / (d - 1)
+        U = (num_data * mean_loss + prior_precision / 2 |theta - prior_mean|^2) / temperature
+
+    Every call of `update` closes one step and opens the next: one gradient per step.
 
     Source: Sommer et al., Can Microcanonical Langevin Dynamics Leverage Mini-Batch Gradient Noise?,
     ICML 2026, algorithm 1. Differences from the paper: leapfrog with a fresh batch per gradient
@@ -121,33 +122,16 @@ def psmile(
 
     If the gradient noise is stronger in some directions, the draws of `smile` are too wide there. A
     chain also mixes slowly if the posterior is much narrower in some directions than in others. So
-    `psmile` divides gradients and displacements by a scale s, one number per parameter:
-    theta <- theta + eps u / s. The step size eps, the direction u and the energy U are those of
-    `smile`. The scale is
-
-        s^2 = q / (mean of q over all parameters)
-
-    where q is the mean of g^2 over a window of steps, and g is the gradient of U at a step. Then
-    s^2 is replaced by (1 - w) s^2 + w, where w is .14 after the first window and smaller after
-    longer ones. The result is clipped to [1e-4, 1e4]. The sampler uses the s of one window in the
-    next window, which is 1.5 times as long. Within a window s is constant, so it does not bias the
-    posterior. The first window has 64 steps. It begins when the energy has stopped decreasing:
-    `stats(state).descent` <= 3. `descent` is a z-score: the recent decrease of U, divided by the
-    standard deviation of such decreases in a stationary chain. Until the first window ends, s = 1.
-    If `descent` exceeds 3 later, s is reset to 1 and the windows start again.
-
-    With at most `largest_matrix` parameters, the scale becomes a matrix from the second window on:
-    theta <- theta + eps A u, and A^T grad U turns u. A A^T is the inverse of the mean of g g^T up
-    to a factor, shrunk towards that of the window before. So the sampler also evens out
-    correlations, such as those of the features of a regression. If the posterior is round in these
-    coordinates, its mean curvature tells how wide it is. The default step size is then such that
-    the momentum lasts for twice this width, see `angle_tuner`.
+    `psmile` divides gradients and displacements by a scale s, which it takes from the gradients.
 
     The sampler also adds isotropic noise of its own, the explicit noise (see
     `decoherence_length`). It reduces the bias that remains because the gradient noise is not
-    equally strong in all directions. With `decoherence_length=None`, q is instead the mean of
-    (g - g_before)^2 / 2, where g_before is the gradient of the step before. This measures mainly
-    the noise of the gradients, as in the paper (see Source).
+    equally strong in all directions.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax_smile
+        >>> tx = optax_smile.psmile(num_data=50_000, key=jax.random.key(0))
+        >>> state = tx.init({"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)})
 
     Args:
         step_size: Euclidean length of one step of the whole parameter vector in the scaled
@@ -238,10 +222,30 @@ def psmile(
     times as long as with a diagonal scale, of 256 weights twice as long.
     `decoherence_length=None` and `"minimal_norm"` each add one array of the size of the parameters.
 
-    Example:
-        >>> import jax, jax.numpy as jnp, optax_smile
-        >>> tx = optax_smile.psmile(num_data=50_000, key=jax.random.key(0))
-        >>> state = tx.init({"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)})
+    Scale: with the step size eps, the direction u and the energy U of `smile`, a step is
+    theta <- theta + eps u / s. The scale s is one number per parameter,
+
+        s^2 = q / (mean of q over all parameters)
+
+    where q is the mean of g^2 over a window of steps, and g is the gradient of U at a step. Then
+    s^2 is replaced by (1 - w) s^2 + w, where w is .14 after the first window and smaller after
+    longer ones. The result is clipped to [1e-4, 1e4]. The sampler uses the s of one window in the
+    next window, which is 1.5 times as long. Within a window s is constant, so it does not bias the
+    posterior. The first window has 64 steps. It begins when the energy has stopped decreasing:
+    `stats(state).descent` <= 3. `descent` is a z-score: the recent decrease of U, divided by the
+    standard deviation of such decreases in a stationary chain. Until the first window ends, s = 1.
+    If `descent` exceeds 3 later, s is reset to 1 and the windows start again.
+
+    With at most `largest_matrix` parameters, the scale becomes a matrix from the second window on:
+    theta <- theta + eps A u, and A^T grad U turns u. A A^T is the inverse of the mean of g g^T up
+    to a factor, shrunk towards that of the window before. So the sampler also evens out
+    correlations, such as those of the features of a regression. If the posterior is round in these
+    coordinates, its mean curvature tells how wide it is. The default step size is then such that
+    the momentum lasts for twice this width, see `angle_tuner`.
+
+    With `decoherence_length=None`, q is instead the mean of (g - g_before)^2 / 2, where g_before is
+    the gradient of the step before. This measures mainly the noise of the gradients, as in the
+    paper (see Source).
 
     Source: Sommer et al., ICML 2026, section 3.2 and algorithm 1. Differences from the paper: those
     of `smile`; the rule for the scale and the matrix are ours. The paper uses the variance of the
