@@ -272,7 +272,7 @@ WRONG: dict[str, Any] = {
     r"num_data=.*the size of the plate 'data', 40, got 400": lambda y: observed_mean(
         y, size=len(y)
     ),
-    r"plate=.*one of the model's plates, \[\], got data": without_plate,
+    r"plate=.*the plate over the data, one of \[\], got 'data' \(the default\)": without_plate,
     r"model=.*without latent sites in the plate 'data', got the site 'each'": local,
     r"model=.*without `numpyro.param`.*, got the param a": with_param,
     r"batch=.*that does not change the prior, got .*'mean'": empirical,
@@ -285,6 +285,11 @@ def test_models_that_would_be_sampled_wrongly_are_refused(rule):
     y = np.linspace(0, 1, BATCH, dtype=np.float32)
     with pytest.raises(ValueError, match=rule):
         from_numpyro(WRONG[rule], y, num_data=NUM_DATA)
+
+
+def test_a_number_in_a_batch_is_refused():
+    with pytest.raises(ValueError, match=r"batch=.*first axis, got 8. Bind .*`functools.partial`"):
+        from_numpyro(lambda number, y: observe(dist.Normal(0, 1), y), (8, np.ones(9)), num_data=9)
 
 
 @pytest.mark.nightly

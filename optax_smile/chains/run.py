@@ -385,8 +385,9 @@ class Run:
             rows["folder"] = str(self._directory)
         if self._refusal:
             rows["state"] = self._refusal
-        chains = _table.counted(self._chains.number, "chain")
-        return _table.described(f"Run: {chains} after {self.num_steps} steps", rows)
+        counts = {"chain": self._chains.number, "step": self.num_steps}
+        chains, steps = (_table.counted(x, noun) for noun, x in counts.items())
+        return _table.described(f"Run: {chains} after {steps}", rows)
 
     def _require_open(self, method: str):
         if self._refusal:
@@ -470,7 +471,8 @@ class Run:
             self.checkpoint()
         if signal is not None:
             self._interrupted = signal
-            made = f"{self.num_steps} steps and {_table.counted(self._num_kept, 'draw')} per chain"
+            steps = _table.counted(self.num_steps, "step")
+            made = f"{steps} and {_table.counted(self._num_kept, 'draw')} per chain"
             resume = _directory.how_to_resume(self._directory)
             raise Interrupted(f"`{self.where}` was stopped by {signal} after {made}. {resume}")
 

@@ -129,10 +129,10 @@ def sample(
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile
-        >>> loss_fn = lambda params, batch: jnp.sum((params["w"] - batch) ** 2) / 2
+        >>> loss_fn = lambda params, batch: jnp.mean((params["w"] - batch) ** 2)
         >>> draws = optax_smile.sample(
-        ...     loss_fn, {"w": jnp.eye(3, 2)}, [jnp.ones(2)],
-        ...     optax_smile.sgld(0.01, num_data=10, key=0),
+        ...     loss_fn, {"w": jnp.eye(3, 2)}, [jnp.ones((5, 2))],
+        ...     optax_smile.sgld(0.01, num_data=5, key=0),
         ...     num_warmup=20, num_draws=5, thin=2, key=jax.random.key(0), progress=False,
         ... )
         >>> draws.params["w"].shape

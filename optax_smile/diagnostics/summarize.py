@@ -136,6 +136,9 @@ class Summary:
     def _notes(self) -> list[str]:
         num_draws, columns = self.num_draws, self._columns()
         notes = [f"chains: {len(self.copy_of)}, draws of each: {num_draws}"]
+        if np.isnan(self.first_step_size).all():
+            notes.append("no trace: the chains may still be on their way. To see that, pass")
+            notes.append("  `stats(state)` of each draw to `Snapshots.from_draws(draws, trace)`.")
         if np.any(self.temperature < 1):
             notes.append(f"temperature {np.nanmin(self.temperature):.3g}: {COLD}")
         if self.norm == "spectral":

@@ -23,6 +23,10 @@ from optax_smile.samplers.smile import psmile
 
 # Train with small batches and sample with large ones.
 OPTIMIZER, HELD_OUT, BATCH, LARGE_BATCH = optax.adamw(3e-3), 0.1, 64, 256
+WIDTHS = _check.Where(
+    "a sequence of integers >= 1",
+    lambda x: isinstance(x, Sequence) and all(isinstance(n, int) and n >= 1 for n in x),
+)
 
 
 class _Batches:
@@ -100,7 +104,7 @@ class _Bayesian(BaseEstimator):
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         split = train_test_split(*data, test_size=HELD_OUT, random_state=seed)
         x, held_x, y, held_y = map(np.asarray, split)
-        sizes = x.shape[1], *self.widths, num_outputs
+        sizes = x.shape[1], *WIDTHS("fit", "widths", self.widths), num_outputs
 
         def init_fn(key):
             network = self.init(key, x[:1]) if self.init else _init(key, sizes)
@@ -150,6 +154,8 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
         X, y = validation.validate_data(self, X, y, ensure_min_samples=2)
         multiclass.check_classification_targets(y)
         self.classes_ = np.unique(y)
+        if len(self.classes_) < 2:
+            _check.fail("fit", "y", "labels of at least two classes", repr(self.classes_[0]))
         return self._fit(X, y, len(self.classes_))
 
     def predict_proba(self, X: Batch) -> np.ndarray:

@@ -151,6 +151,9 @@ def from_numpyro(
         Array(0.9189385, dtype=float32)
     """
     bridge = NumpyroModel(model, plate, num_data, batch)
+    if loose := [x for x in jax.tree.leaves(batch) if not np.ndim(x)]:
+        remedy = "Bind other arguments of the model with `functools.partial`."
+        _check.fail(WHERE, "batch", "arrays with the examples as first axis", loose[0], remedy)
     with _check.calling(WHERE, "batch", "valid arguments of the model"):
         params = _example(bridge)
         densities, trace, _ = _run(bridge, params, batch)
@@ -263,7 +266,9 @@ def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
         _check.fail(WHERE, "model", rule, f"the site {discrete[0]!r}", remedy)
     plates = sorted(name for name, site in trace.items() if site["type"] == "plate")
     if bridge.plate not in plates:
-        _check.fail(WHERE, "plate", f"one of the model's plates, {plates}", bridge.plate)
+        default = " (the default)" * (bridge.plate == "data")
+        rule = f"the plate over the data, one of {plates}"
+        _check.fail(WHERE, "plate", rule, f"{bridge.plate!r}{default}")
     if not any(site.get("is_observed") and _plates(bridge, site) for site in trace.values()):
         rule = f"a model with an observed site in the plate {bridge.plate!r}"
         _check.fail(WHERE, "model", rule, "none")
