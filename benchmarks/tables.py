@@ -378,7 +378,7 @@ def step_name(view: View) -> str:
 def ratios(title: str, field: str, *names: str, where: Record = {}) -> Table:  # noqa: B006
     """Costs in units of AdamW's."""
     columns = [(x, f"{{methods.{x}.{field}:.2f}}") for x in names or STEPS]
-    return Table("step_cost", every(), where).shows((title, step_name), *columns)
+    return Table("step_cost", every(), {"of": None} | where).shows((title, step_name), *columns)
 
 
 def step_of(spec: str, method: str, **where: Any) -> Cell:
@@ -698,6 +698,9 @@ TABLES: dict[str, Table] = {
         where={"chains": 1, "parameters": (None, 1_000, 10**7), "leaves": (None, 20)} | FLOATS,
     ),
     "step-cost-all": ratios("time / AdamW", "ratio"),
+    "step-cost-matrices": ratios(
+        *("time / AdamW", "ratio", OURS, "muon", "spectral"), where={"of": "matrices"}
+    ),
     "compilation": ratios("compilation / AdamW", "compile_ratio"),
     "faults": Table("faults", found("campaign")).shows(
         *plain("campaign"),

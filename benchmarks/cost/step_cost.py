@@ -10,7 +10,6 @@ program. Memory and traffic come from the compiled program, in arrays of the siz
     python benchmarks/cost/step_cost.py --output benchmarks/results/step_cost.jsonl
 """
 
-import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 import models
 import numpy as np
 import optax
+import rivals
 
 import optax_smile
 
@@ -69,6 +69,12 @@ METHODS: dict[str, Callable[[], Any]] = {
     "psmile_naive": lambda: samplers.build("psmile_naive", 1e-2, num_data=50_000),
     "psmile": lambda: optax_smile.psmile(num_data=50_000, key=0),
 }
+SPECTRAL = {"norm": "spectral", "decoherence_length": None, "temperature": 0.1}
+# Methods that move matrices as matrices, with AdamW and `psmile`, in cells of their own.
+MATRICES = {
+    "muon": lambda: rivals.muon(1e-3, 0.02),
+    "spectral": lambda: optax_smile.smile(num_data=50_000, key=0, **SPECTRAL),
+}
 
 
 def update_cells() -> Iterator[dict[str, Any]]:
@@ -89,6 +95,8 @@ def network_cells() -> Iterator[dict[str, Any]]:
             yield {"part": "network", "network": network, "chains": chains}
     # As in a Python loop, which pays for each array of the state.
     yield {"part": "network", "network": "mlp 705", "chains": 1, "per_program": 1}
+    for network in ("lenet", "gpt", "resnet-7", "resnet-18"):
+        yield {"part": "network", "network": network, "chains": 1, "of": "matrices"}
 
 
 def network_problem(cell: records.Cell) -> tuple[Any, Callable, Any]:
@@ -153,7 +161,7 @@ def measure(cell: records.Cell, methods: list[str], repetitions: int) -> dict[st
     num_steps = cell.get("per_program", num_steps)
     found, programs, states = {}, {}, {}
     for name in methods:
-        tx = optax.with_extra_args_support(METHODS[name]())
+        tx = optax.with_extra_args_support((METHODS | MATRICES)[name]())
         step = step_of(cell, tx, loss)
 
         def many(params, state, batch, step=step):
@@ -235,7 +243,11 @@ def main():
     cells = [cell for cell in cells if cell["part"] in (arguments.parts or (cell["part"],))]
     cells = [cell for cell in cells if cell.get("parameters", 0) <= arguments.largest]
     cells = [cell for cell in cells if cell.get("network") in (None, *arguments.networks)]
-    run = functools.partial(measure, methods=methods, repetitions=arguments.repetitions)
+
+    def run(cell):
+        compared = ["adamw", "psmile", *MATRICES] if "of" in cell else methods
+        return measure(cell, compared, arguments.repetitions)
+
     records.complete(arguments, cells, run, "ratio", "step-cost-all", "compilation")
 
 
