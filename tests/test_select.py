@@ -143,6 +143,8 @@ def test_the_table_has_all_names(selection):
         "-inf: chains or predictions became non-finite.",
     ]
     assert "No better than the start" in str(selection._replace(start_lppd=0.0))
+    with pytest.warns(UserWarning, match=r"^`select`: .*'away' predict no better than the start"):
+        find({"away": optax.sgd(-1e-4)}, **SHORT)
 
 
 def test_an_optimizer_may_be_alone_or_the_best(tmp_path):
@@ -309,12 +311,13 @@ def test_among_equals_the_cheaper_then_the_posterior_then_the_better_is_chosen()
     assert selecting._survivors(found, 1, settings) == ["a"]
 
 
-def test_a_finalist_takes_the_place_of_one_that_overfits_after_it_was_chosen(tmp_path):
-    def rate(step: Any):
-        """Learn quickly, but move away from the data after 50 steps."""
-        return jnp.where(step < 50, 0.03, -0.05)
+def overfits(rate: float) -> optax.GradientTransformation:
+    """Learn quickly, but move away from the data after 50 steps."""
+    return optax.sgd(lambda step: jnp.where(step < 50, rate, -0.05))
 
-    candidates = {"sgd": optax.sgd(rate), "noisy": stub(0.02, noise=0.1), "still": TWO["still"]}
+
+def test_a_finalist_takes_the_place_of_one_that_overfits_after_it_was_chosen(tmp_path):
+    candidates = {"sgd": overfits(0.03), "noisy": stub(0.02, noise=0.1), "still": TWO["still"]}
     found = find(candidates)
     chosen, *later = (np.isfinite(found.lppd[row]).tolist() for row in range(len(found.num_steps)))
     assert found.num_steps.tolist() == [45, 90, 180] and all(chosen)
@@ -326,6 +329,20 @@ def test_a_finalist_takes_the_place_of_one_that_overfits_after_it_was_chosen(tmp
     with pytest.raises(KeyboardInterrupt, match="and 0 draws per chain"):
         find(candidates, directory=tmp_path, batches=batches(3 * 45 + 45 + 20))
     equal(find(candidates, directory=tmp_path), found)
+
+
+def test_a_dropped_one_runs_again_where_all_finalists_overfit(tmp_path):
+    candidates = {f"sgd {rate}": overfits(rate) for rate in (0.02, 0.025, 0.03)}
+    candidates["slow"] = stub(5e-3)
+    found = find(candidates)
+    ran = np.isfinite(found.lppd[:, 3]).tolist()
+    assert found.best == "slow" and ran == [True, False, False, True]
+    np.testing.assert_array_equal(found.draws.params, sample(candidates["slow"]).params)
+    # All ran for 144 steps. In memory it ran its first 18 steps twice; in a directory it resumes.
+    assert found.cost == (3 * 144 + 18) / 270
+    stored = find(candidates, directory=tmp_path)
+    assert stored.cost == 3 * 144 / 270
+    np.testing.assert_array_equal(stored.draws.params, found.draws.params)
 
 
 def test_who_runs_again_was_clearly_better_than_all_of_the_round():

@@ -34,7 +34,7 @@ NUM_SCORED = 16
 # Part of the gain from twice as many draws that each further doubling is assumed to add, and the
 # largest such gain of an input, in nats: see `benchmarks/notes/temperature.md`.
 GAIN_KEPT, LARGEST_GAIN = 0.5, float(np.log(2))
-CLEARLY = 2  # Standard errors by which a finalist must lead the chosen one to run again.
+CLEARLY = 2  # Standard errors by which another must lead the chosen one to run again.
 # Files with the scores of all rounds, and with the predictions of a candidate in its round.
 ROUNDS, PART = "rounds.json", "round.safetensors"
 PARTS = "Run Run.advance Run.draws sample predict Predictor Predictor.update".split()
@@ -175,7 +175,7 @@ def select(
     posterior of the model (temperature 1, prior not centred at the start).
 
     The chosen one finishes its run, in further rounds. If its projected LPPD falls more than two
-    standard errors below the LPPD of another finalist, this one catches up, and `select` chooses
+    standard errors below the LPPD of another candidate, this one catches up, and `select` chooses
     again. Start from trained networks: who improves late may be dropped.
 
     Arguments not listed are those of `sample`.
@@ -195,6 +195,9 @@ def select(
 
     Returns:
         A `Selection`: print it, or plot it with `plots.selection`.
+
+    Warns:
+        UserWarning: the draws predict the validation data no better than the start.
 
     Raises:
         ValueError: an argument is out of range; there are several processes; no candidate has
@@ -229,10 +232,12 @@ def select(
     given: Options = {"key": key, "stochastic": stochastic, "per_chain": per_chain, "check": check}
     given |= {"steps_per_dispatch": steps_per_dispatch, "mesh": mesh, "specs": specs}
     runs: dict[str, Run] = {}
+    repeated: dict[str, int] = {}  # Steps of dropped candidates that ran again.
 
     def run(name: str) -> Run:
         if name not in runs:
             own = None if folder is None else folder / name
+            repeated[name] = done.get(name, 0) if own is None else 0
             runs[name] = _Run(loss_fn, params, batches, candidates[name], directory=own, **given)
         return runs[name]
 
@@ -260,10 +265,10 @@ def select(
             bar.show(sum(done.values()), candidate=name)
 
         predictor = Predictor(apply_fn, validation[0], **read)
-        running, finalists = [*candidates], Scores()
+        running, latest = [*candidates], Scores()
         try:
             for (end, num_dropped), scores in zip(rounds, found, strict=True):
-                for name in _contenders(running, finalists, scores):
+                for name in _contenders(running, latest, scores):
                     part = None if folder is None else folder / name / PART
                     shown = functools.partial(show, name)
                     scores[name] = _score(run(name), plan, predictor, end, part, shown)
@@ -274,10 +279,9 @@ def select(
                     rule = "candidates of which one keeps all chains and predictions finite"
                     _check.fail("select", "candidates", rule, [*scores])
                 running = _survivors(scores, len(running) - num_dropped, settings)
-                finalists |= scores
+                latest |= scores
                 if len(running) > 1:
-                    finalists = {x: finalists[x] for x in finalists if x in running}
-                close(runs.keys() - finalists)
+                    close(runs.keys() - running)
             close(runs.keys() - running)
             (best,) = running
             for step in plan.steps(run(best), num_warmup):
@@ -294,9 +298,13 @@ def select(
         with contextlib.suppress(ValueError):
             final = predict(apply_fn, draws, validation[0], **read)
             final_lppd = _mean(_by_input(final.log_density))
+    if not final_lppd > start_lppd:
+        numbers = f"LPPD {final_lppd:.4g}, start {start_lppd:.4g}"
+        warn(f"`select`: the draws of {best!r} predict no better than the start: {numbers}.")
     found = [scores for scores in found if scores]
     ends = np.array([end for end, _ in rounds[: len(found)]], int)
-    spent = sum(done[x] * _settings.gradients_per_step(settings[x]) for x in done if x != best)
+    steps = {x: repeated.get(x, 0) + done[x] * (x != best) for x in done}
+    spent = sum(steps[x] * _settings.gradients_per_step(settings[x]) for x in steps)
     cost = spent / int(np.asarray(draws.trace["num_gradients"])[0, -1])
     names, (lppd, projected, error) = tuple(candidates), _table(found, [*candidates])
     return Selection(
@@ -449,16 +457,16 @@ def _projected(counts: Sequence[int], sums: Sequence[np.ndarray], doublings: flo
     return Score(density.tolist(), (density + GAIN_KEPT * doublings * gain).tolist())
 
 
-def _contenders(running: Sequence[str], finalists: Scores, scores: Scores) -> Iterator[str]:
-    """Yield who is left and not in `scores`, then finalists clearly better than all in it."""
+def _contenders(running: Sequence[str], latest: Scores, scores: Scores) -> Iterator[str]:
+    """Yield who is left and not in `scores`, then those whose latest is clearly better than all."""
     yield from [name for name in running if name not in scores]
 
     def leads(name: str) -> bool:
-        before, best = finalists[name].density, _best(scores)
+        before, best = latest[name].density, _best(scores)
         return _mean(before) - _mean(best) > CLEARLY * np.nan_to_num(_error(before, best))
 
-    while ahead := [name for name in finalists if name not in scores and leads(name)]:
-        yield max(ahead, key=lambda name: _mean(finalists[name].density))
+    while ahead := [name for name in latest if name not in scores and leads(name)]:
+        yield max(ahead, key=lambda name: _mean(latest[name].density))
 
 
 def _survivors(scores: Scores, number: int, settings: Mapping[str, Options]) -> list[str]:
