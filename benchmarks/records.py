@@ -22,6 +22,8 @@ Cell = dict[str, Any]
 ROOT = Path(__file__).parents[1]
 # New files elsewhere are not imported; records and figures are written.
 CODE = ("optax_smile", "benchmarks", "examples")
+# Warning of a run that a signal, or the end of its batches, has cut short: it is not recorded.
+INTERRUPTED = "`sample` (ended early|was stopped)"
 WRITTEN = (":(exclude)benchmarks/results", ":(exclude)benchmarks/figures")
 
 
@@ -138,8 +140,7 @@ def complete(
         settings: more fields of each record; a cell with other settings is run again.
     """
     found = read(arguments.output)
-    # A cell that a signal has interrupted is not recorded.
-    warnings.filterwarnings("error", message="`sample` ended early")
+    warnings.filterwarnings("error", message=INTERRUPTED)
     done = [record.get("cell") for record in found if settings.items() <= record.items()]
     missing = (cell for cell in cells if cell not in done)
     for cell in itertools.islice(missing, arguments.cells):

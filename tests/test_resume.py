@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from signal import SIG_IGN, SIGINT, SIGTERM, getsignal, signal
 from typing import Any
+
+from benchmarks import records
 
 import jax
 import jax.numpy as jnp
@@ -151,6 +154,8 @@ def test_signals_end_a_run_in_order_and_a_second_control_c_at_once(tmp_path, who
         # One warning, at the line that calls `sample`.
         (warning,) = seen
         assert f"checkpoint is in {directory}: repeat the call to resume" in str(warning.message)
+        # Benchmarks do not record it.
+        assert re.match(records.INTERRUPTED, str(warning.message))
         assert "to be restarted must not exit with status 0" in str(warning.message)
         assert warning.filename == runs.__file__
     twice = tmp_path / "twice"

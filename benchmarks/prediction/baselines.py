@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import records
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,7 +120,7 @@ def _train_on(run: Run, optimizer: optax.GradientTransformation) -> Sequence[Any
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`sample`: `sampler` is an optimizer")
         # An interrupted run would be scored as if it were complete.
-        warnings.filterwarnings("error", message="`sample` ended early")
+        warnings.filterwarnings("error", message=records.INTERRUPTED)
         return list(draw(task, settings, start, optimizer, seed, **kept))
 
 

@@ -190,7 +190,7 @@ def chain_of(
         options["batch_per"] = "step"
     with warnings.catch_warnings():
         # An interrupted run would be scored as if it were complete.
-        warnings.filterwarnings("error", message="`sample` ended early")
+        warnings.filterwarnings("error", message=records.INTERRUPTED)
         draws = experiment.draw(task, settings, start, sampler, 2 * seed + 1, **options)
     trace, *_, last = draws.trace, *draws
     first = jax.tree.map(lambda x: x[0], draws.start)
