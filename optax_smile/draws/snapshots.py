@@ -254,8 +254,8 @@ class Snapshots:
     def mean(self) -> Tree:
         """Average the draws of each chain: one network per chain, as SWA averages weights.
 
-        It is a good network if the draws of a chain stay near one mode, as those of cold chains and
-        the iterates of an optimizer, and a poor one if they do not: compare it on held-out data.
+        It is a good network if the draws of a chain stay near one mode, such as those with a prior
+        around the start, and a poor one if they do not: compare it on held-out data.
         Statistics of BatchNorm are not parameters: compute them again with the averaged weights.
 
         Returns:
