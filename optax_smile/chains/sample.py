@@ -129,7 +129,7 @@ def sample(
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile
-        >>> loss_fn = lambda params, batch: jnp.mean((params["w"] - batch) ** 2)
+        >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"] - 1) ** 2)
         >>> draws = optax_smile.sample(
         ...     loss_fn, {"w": jnp.eye(3, 2)}, [jnp.ones((5, 2))],
         ...     optax_smile.sgld(0.01, num_data=5, key=0),
