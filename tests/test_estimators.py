@@ -155,9 +155,9 @@ def test_parameters_and_clones(classifier):
         copy.set_params(num_chains=0).fit(X, LABELS)
     for wrong in (8, ("8",), (0,)):
         with pytest.raises(ValueError, match=r"`fit\(widths=...\)` must be a sequence of integers"):
-            clone(classifier).set_params(widths=wrong).fit(X, LABELS)
+            copy.set_params(num_chains=1, widths=wrong).fit(X, LABELS)
     with pytest.raises(ValueError, match=r"`fit\(y=...\)` must be labels of at least two classes"):
-        clone(classifier).fit(X, LABELS[:1].repeat(len(X)))
+        copy.set_params(widths=()).fit(X, LABELS[:1].repeat(len(X)))
 
 
 def test_a_pipeline_in_a_grid_search():

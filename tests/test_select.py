@@ -313,7 +313,7 @@ def test_among_equals_the_cheaper_then_the_posterior_then_the_better_is_chosen()
 
 def overfits(rate: float) -> optax.GradientTransformation:
     """Learn quickly, but move away from the data after 50 steps."""
-    return optax.sgd(lambda step: jnp.where(step < 50, rate, -0.05))
+    return optax.sgd(lambda step: jnp.where(jnp.asarray(step) < 50, rate, -0.05))
 
 
 def test_a_finalist_takes_the_place_of_one_that_overfits_after_it_was_chosen(tmp_path):
