@@ -22,9 +22,10 @@ Cell = dict[str, Any]
 ROOT = Path(__file__).parents[1]
 # New files elsewhere are not imported; records and figures are written.
 CODE = ("optax_smile", "benchmarks", "examples")
-# Warning of a run that a signal, or the end of its batches, has cut short: it is not recorded.
-INTERRUPTED = "`sample` (ended early|was stopped)"
 WRITTEN = (":(exclude)benchmarks/results", ":(exclude)benchmarks/figures")
+# Warning of `sample`, `select` or `warmstart` that a signal, or the end of the batches, has cut
+# short. What they then return is not recorded.
+INTERRUPTED = r"`\w+` (ended early|was stopped)"
 
 
 def environment(allow_dirty: bool = False) -> Record:

@@ -37,7 +37,7 @@ SHORT |= {"num_chains": 2, "sampler": cheap, "random_state": 0}
 
 
 def short_classifier(**changes) -> Any:
-    return estimators.BayesianClassifier(**{"widths": (4,), **SHORT, **changes})
+    return estimators.BayesianClassifier(**{"widths": (np.int64(4),), **SHORT, **changes})
 
 
 def short_regressor(**changes) -> Any:

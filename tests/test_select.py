@@ -6,6 +6,8 @@ from pathlib import Path
 from signal import SIGINT
 from typing import Any
 
+from benchmarks import records
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -178,6 +180,7 @@ def test_a_selection_stopped_after_the_choice_returns_its_draws(tmp_path, short)
     with pytest.warns(UserWarning, match="^`select` was stopped by .* and 1 draw ") as told:
         found = find(TWO, directory=tmp_path, batches=batches(18 + 35), **SHORT)
     assert told[0].filename == __file__ and found.interrupted == "SIGINT"
+    assert re.match(records.INTERRUPTED, str(told[0].message))
     assert found.best == "noisy" and found.num_steps.tolist() == [18] and np.isfinite(found.cost)
     with pytest.warns(UserWarning, match="^`select` was stopped by .* and 7 draws"):
         assert find(TWO, directory=tmp_path, batches=batches(53), **SHORT).draws.num_draws == 7

@@ -5,6 +5,8 @@ from functools import partial
 from signal import SIGINT, SIGTERM, getsignal
 from typing import Any
 
+from benchmarks import records
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -193,7 +195,7 @@ def test_a_signal_ends_the_training_after_the_epoch(in_one_go, tmp_path):
     with pytest.raises(KeyboardInterrupt, match="by SIGTERM after .* repeat the call"):
         slow(terminated := Batches(3, send(SIGTERM)), directory=tmp_path / "SIGTERM")
     told = "after 3 of at most 40 epochs. "
-    with pytest.warns(UserWarning, match=f"by SIGTERM {told}To be able to"):
+    with pytest.warns(UserWarning, match=f"^{records.INTERRUPTED} by SIGTERM {told}To be able"):
         alone = slow(Batches(3, send(SIGTERM)))
     with pytest.warns(UserWarning, match=f"stopped by SIGINT {told}.*repeat the call to resume."):
         got = slow(interrupted := Batches(3, send(SIGINT)), directory=tmp_path / "SIGINT")

@@ -150,7 +150,7 @@ def moons_network() -> Posterior:
 
 NETWORKS = {"energy": energy_network, "moons": moons_network}
 
-# Posteriors.
+# Posteriors that others use.
 
 
 def standardized(features, targets, with_targets: bool = True) -> tuple[np.ndarray, np.ndarray]:

@@ -79,9 +79,8 @@ class Network(nn.Module):
 
 def network_of(protocol: str) -> Network:
     """Build the network of a protocol."""
-    return Network(
-        protocol in ("distributional", "tabular"), 4 if protocol.startswith("tabular") else 3
-    )
+    num_layers = 4 if protocol.startswith("tabular") else 3
+    return Network(protocol in ("distributional", "tabular"), num_layers)
 
 
 def outputs_of(params, features) -> Any:

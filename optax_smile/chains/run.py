@@ -385,8 +385,8 @@ class Run:
             rows["folder"] = str(self._directory)
         if self._refusal:
             rows["state"] = self._refusal
-        counts = {"chain": self._chains.number, "step": self.num_steps}
-        chains, steps = (_table.counted(x, noun) for noun, x in counts.items())
+        chains = _table.counted(self._chains.number, "chain")
+        steps = _table.counted(self.num_steps, "step")
         return _table.described(f"Run: {chains} after {steps}", rows)
 
     def _require_open(self, method: str):

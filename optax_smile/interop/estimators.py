@@ -25,7 +25,10 @@ from optax_smile.samplers.smile import psmile
 OPTIMIZER, HELD_OUT, BATCH, LARGE_BATCH = optax.adamw(3e-3), 0.1, 64, 256
 WIDTHS = _check.Where(
     "a sequence of integers >= 1",
-    lambda x: isinstance(x, Sequence) and all(isinstance(n, int) and n >= 1 for n in x),
+    lambda x: (
+        isinstance(x, (Sequence, np.ndarray))
+        and all(isinstance(n, (int, np.integer)) and n >= 1 for n in x)
+    ),
 )
 
 
