@@ -403,7 +403,8 @@ def share(view: View) -> str:
 
 
 # Which method, and which candidate.
-SHOWN = (ENSEMBLE, "checkpoints", OURS, "psmile, cold")
+MUON = "checkpoints of Muon"
+SHOWN = (ENSEMBLE, "checkpoints", MUON, OURS, "psmile, cold")
 PROBLEMS = {
     "digits": "digits, d / N = 4.5, 4,000 gradients",
     "energy": "energy, d / N = 1.3, 10,000 gradients",
@@ -412,7 +413,7 @@ PROBLEMS = {
 }
 # What of LeNet is in each column.
 ON_LENET = {ENSEMBLE: {}, "checkpoints": {"learning_rate": 0.002}, OURS: {}}
-ON_LENET["psmile, cold"] = {"temperature": "auto", "angle": 0.3}
+ON_LENET |= {MUON: {"learning_rate": 0.008}, "psmile, cold": {"temperature": "auto", "angle": 0.3}}
 CANDIDATES = (
     OURS,
     "psmile, cold",
@@ -426,8 +427,11 @@ SIZED = ("energy", "digits", "2,000 images", "54,000 images", "LeNet")
 
 
 def compared(view: View) -> list[Any]:
-    """Results of `compare.py` on a problem: methods by seed."""
-    return [r["methods"] for r in sorted(view.records(), key=lambda r: r["cell"]["seed"])]
+    """Results of `compare.py` on a problem: methods by seed; later records replace rows."""
+    by_seed: dict[int, dict[str, Any]] = {}
+    for record in view.records():
+        by_seed.setdefault(record["cell"]["seed"], {}).update(record["methods"])
+    return [rows for _, rows in sorted(by_seed.items())]
 
 
 def all_methods(view: View) -> list[tuple]:
@@ -457,9 +461,9 @@ def best_of_others(view: View) -> str:
 def of_method(view: View, name: str) -> str:
     """LPPD on a problem of `compare.py`, or of LeNet in the benchmark of networks."""
     if view.scope["problem"] != "LeNet":
-        return mean_error(view.values(f"methods.{name}.lppd"))
+        return mean_error([rows[name]["lppd"] for rows in compared(view) if name in rows])
     where = {"problem": None, "task": "lenet", "form": "small", "options": ON_LENET[name]}
-    where["method"] = name.partition(",")[0]
+    where["method"] = "muon" if name == MUON else name.partition(",")[0]
     return mean_error(view.values("lppd", Pick(where, "networks")))
 
 

@@ -116,13 +116,16 @@ def short(make: Callable[[int], Problem]) -> Callable[[int], Problem]:
 
 
 def compare(
-    problem: Callable[[int], Problem], seeds: Iterable[int] = (0, 1, 2)
+    problem: Callable[[int], Problem],
+    seeds: Iterable[int] = (0, 1, 2),
+    methods: Iterable[str] = tuple(METHODS),
 ) -> list[dict[str, dict[str, Any]]]:
-    """Run all methods for every seed, and print what each one reaches.
+    """Run methods for every seed, and print what each one reaches.
 
     Args:
         problem: `problem(seed)`: the seed makes the split, if you like.
         seeds: of the data, the networks and the random numbers.
+        methods: keys of `METHODS`; all by default.
 
     Returns:
         Scores by method, a dict for each seed, for `verdict.cells` and `verdict.sentences`.
@@ -130,9 +133,9 @@ def compare(
     results = []
     for seed in seeds:
         run, rows = Run(problem(seed), seed), {}
-        for name in METHODS:
+        for name in methods:
             rows[name] = row_of(run, name)
-            if reused := METHODS[name].reuses:
+            if (reused := METHODS[name].reuses) in rows:
                 rows[name]["seconds"] += rows[reused]["seconds"] - run.seconds_of_starts
             found = rows[name].get("lppd", rows[name].get("why"))
             print(f"seed {seed}: {name}: {found}", flush=True)

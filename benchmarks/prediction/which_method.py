@@ -4,7 +4,8 @@
     energy     UCI, networks 16-16-16: 4 chains of 10,000 gradients of 256
     airfoil    the same
 
-A cell is one problem and seed with all methods.
+A cell is one problem and seed with all methods, or with those of `--methods`, whose rows take the
+place of earlier ones in the tables.
 
     python benchmarks/prediction/which_method.py --output benchmarks/results/which_method.jsonl
 
@@ -18,6 +19,7 @@ from benchmarks import records
 
 import compare
 import jax
+from methods import METHODS
 
 KEPT = ("batch_size", "num_chains", "num_epochs", "num_steps", "num_draws")
 KEPT += ("learning_rate", "weight_decay")
@@ -28,7 +30,7 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     make = compare.PROBLEMS[cell["problem"]]
     make = compare.short(make) if "smoke" in cell else make
     task = make(cell["seed"])
-    (rows,) = compare.compare(make, [cell["seed"]])
+    (rows,) = compare.compare(make, [cell["seed"]], cell.get("only", METHODS))
     shapes = jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0)))
     return {
         "methods": rows,
@@ -48,9 +50,11 @@ def main():
     """Run the cells that are missing, print the tables."""
     parser = records.parser(__doc__, problem=compare.PROBLEMS, seed=range(3))
     parser.add_argument("--smoke", action="store_true", help="run seconds, for no table")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="these alone")
     arguments = parser.parse_args()
-    smoke = {"smoke": True} if arguments.smoke else {}
-    cells = [cell | smoke for cell in records.cells_of(arguments)]
+    given = {"smoke": arguments.smoke or None, "only": arguments.methods}
+    part = {name: value for name, value in given.items() if value is not None}
+    cells = [cell | part for cell in records.cells_of(arguments)]
     names = (f"which-method {problem}" for problem in arguments.problem)
     records.complete(arguments, cells, run_cell, "num_parameters", *names)
 
