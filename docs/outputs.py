@@ -36,7 +36,8 @@ def run(page: Path) -> str:
             exec(compile(block["code"], page.name, "exec"), names)
         if block["shown"] is None:
             return block[0]
-        return block[0].replace(block["shown"], wrapped(printed.getvalue()))
+        first, last = (place - block.start() for place in block.span("shown"))
+        return f"{block[0][:first]}{wrapped(printed.getvalue())}{block[0][last:]}"
 
     return BLOCK.sub(replace, page.read_text(encoding="utf-8"))
 

@@ -235,18 +235,18 @@ def main():
     parser.add_argument("--parts", nargs="+", choices=("update", "network"), default=None)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--largest", type=int, default=10**8, help="parameters of a cell")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS | MATRICES, default=None)
     parser.add_argument("--repetitions", type=int, default=21)
     arguments = parser.parse_args()
-    methods = ["adamw", *(name for name in arguments.methods if name != "adamw")]
     cells = [*update_cells(), *network_cells()]
     cells = [cell for cell in cells if cell["part"] in (arguments.parts or (cell["part"],))]
     cells = [cell for cell in cells if cell.get("parameters", 0) <= arguments.largest]
     cells = [cell for cell in cells if cell.get("network") in (None, *arguments.networks)]
 
     def run(cell):
-        compared = ["adamw", "psmile", *MATRICES] if "of" in cell else methods
-        return measure(cell, compared, arguments.repetitions)
+        usual = ["psmile", *MATRICES] if "of" in cell else METHODS
+        others = [name for name in arguments.methods or usual if name != "adamw"]
+        return measure(cell, ["adamw", *others], arguments.repetitions)
 
     records.complete(arguments, cells, run, "ratio", "step-cost-all", "compilation")
 
