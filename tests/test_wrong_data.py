@@ -187,7 +187,9 @@ def tokens(dtype: Any = np.int32) -> list[Any]:
 COUNTS: list[tuple[list[Any], int, bool]] = [
     (EQUAL, 140, True),
     (EQUAL, 1_000, True),
-    (EQUAL, 20, True),
+    # The size of a batch.
+    (EQUAL, 20, False),
+    (EQUAL, 21, True),
     (EQUAL, 1_400, False),
     # The number of the batches, and as many examples as there are batches.
     (split(*[4] * 10), 10, False),
@@ -215,6 +217,33 @@ def test_a_number_of_data_far_from_that_of_the_batches_is_told():
     assert found(check(EQUAL, wrong)).keys() == {"num_data"}
     # Of one batch the number of examples is not known.
     assert not check(EQUAL[0], wrong).findings
+
+
+def test_of_a_mean_of_tokens_it_counts_tokens():
+    """So `num_data` is not the number of sequences; a mean of sequences counts these."""
+    batches = list(np.random.default_rng(0).integers(5, size=(5, 8, 20)))
+
+    def of_tokens(table, batch):
+        logits = table[batch[:, :-1]]
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
+        return loss.mean(axis=1).mean()
+
+    def of_sequences(table, batch):
+        logits = table[batch].mean(axis=1)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 0]).mean()
+
+    def said(loss, num_data) -> list[str]:
+        sampler = optax_smile.sgld(1e-6, num_data=num_data, key=0)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            optax_smile.Run(loss, jnp.eye(5)[None].repeat(2, 0), batches, sampler, key=0).advance(1)
+        return [str(x.message).partition("num_data=")[2].partition(". ")[0] for x in seen]
+
+    assert said(of_tokens, 760) == said(of_sequences, 40) == []
+    is_size = "152 is the size of a batch, but the batches have 760 distinct tokens"
+    assert said(of_tokens, 200) == [] and said(of_tokens, 152) == [is_size]
+    assert said(of_tokens, 40) == ["40, but the first batch has 152 tokens"]
+    assert said(of_sequences, 760) == ["760, but the batches have 40 examples"]
 
 
 def _off(*_, **__):

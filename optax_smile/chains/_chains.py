@@ -95,6 +95,8 @@ class Chains:
         self._one, self._many = (_reuse.Program(x, compiled, mesh) for x in (one_call, many))
         self._record = _compiled(_record_of_chain, mesh)
         self.loss = loss
+        number = (self.settings or {}).get("num_data")
+        self.counted = _checks.Counted(number, per_chain, loss, self.like)
         self._losses = _checks.Losses("sample", loss, self.number, per_chain, mesh, hint)
         self._draw = _compiled(_draw_of_chain, mesh)
 
@@ -133,8 +135,7 @@ class Chains:
         if warns:
             if self.like.key is None:
                 _checks.warn_of_sum(where, self.losses, batch, self.per_chain, self.mesh)
-            num_data = (self.settings or {}).get("num_data")
-            for check in (_checks.at_least(batch, num_data, self.per_chain), *self.tests(batch)):
+            for check in (_checks.at_least(batch, self.counted), *self.tests(batch)):
                 _checks.warn_if_failed(where, check)
 
     def _check_different(self):

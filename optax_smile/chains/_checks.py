@@ -1,5 +1,6 @@
 """Checks of a run: its loss, its batches, the gradients that reach the sampler, and its start."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -340,8 +341,17 @@ def advice_on_axes(params: optax.Params, batches: object) -> str:
     return f"{axes} chains. {advice_on_single(batches)}".rstrip()
 
 
-def check_list(where: str, batches: Sequence, num_data: object, per_chain: bool, warns: bool):
-    """Require a list of usable batches; optionally warn of unequal sizes and of `num_data`."""
+class Counted(NamedTuple):
+    """What counts data: `num_data`, and the loss of one chain, of which `like` has the shapes."""
+
+    number: object
+    per_chain: bool
+    loss: FullLoss
+    like: Tree
+
+
+def check_list(where: str, batches: Sequence, per_chain: bool, counted: Counted | None = None):
+    """Require a list of usable batches; with `counted` also warn of their sizes and amount."""
     hint, kind = advice_on_single(batches), type(batches).__name__
     if not batches:
         _check.fail(where, "batches", "a list with at least one batch", "an empty list")
@@ -349,7 +359,7 @@ def check_list(where: str, batches: Sequence, num_data: object, per_chain: bool,
     for number, batch in enumerate(batches):
         if reason := defect(batch, expected, per_chain):
             _check.fail(where, "batches", USABLE, f"batches[{number}], which {reason}")
-    if warns:
+    if counted:
         batches = [_on_host.as_numeric(where, "batches", batch) for batch in batches]
         if hint and len({(x.shape[1:], x.dtype) for x in batches}) > 1:
             # Batches of a list may be sequences or images of several sizes.
@@ -358,7 +368,7 @@ def check_list(where: str, batches: Sequence, num_data: object, per_chain: bool,
             if kind == "tuple" or are_few and not are_tokens:
                 warn(f"`{where}`: each array of the {kind} `batches` is taken as a batch. {hint}")
         warn_if_failed(where, unequal([size(x, per_chain) for x in batches]))
-        warn_if_failed(where, amount(batches, num_data, per_chain))
+        warn_if_failed(where, amount(batches, counted))
 
 
 def unequal(sizes: Sequence[int | None]) -> Check:
@@ -372,42 +382,70 @@ def unequal(sizes: Sequence[int | None]) -> Check:
     return judge("batch sizes", tuple(map(float, sorted(counts))), 1.0, passed, text, UNEQUAL)
 
 
-def at_least(batch: Batch, number: object, per_chain: bool) -> Check | None:
+def at_least(batch: Batch, counted: Counted) -> Check | None:
     """Require `num_data` to be at least the size of a batch; None if one of them is unknown."""
-    rows = size(batch, per_chain)
+    rows, number = size(batch, counted.per_chain), counted.number
     if rows is None or not isinstance(number, int | float):
         return None
-    passed = number >= rows
-    text = f"num_data={number}, {'and' if passed else 'but'} the first batch has {rows} examples."
-    return judge("num_data", (float(number),), float(rows), passed, text, NUM_DATA)
+    terms = _num_terms(batch, counted) or rows
+    kind, passed = "tokens" if terms > rows else "examples", number >= terms
+    text = f"num_data={number}, {'and' if passed else 'but'} the first batch has {terms} {kind}."
+    return judge("num_data", (float(number),), float(terms), passed, text, NUM_DATA)
 
 
-def amount(batches: Sequence[Batch], number: object, per_chain: bool) -> Check | None:
+def amount(batches: Sequence[Batch], counted: Counted) -> Check | None:
     """Compare `num_data` with the examples of a list of batches; None if that is impossible.
 
     A list may be a part of the data, hold several passes, or have been augmented. So only a factor
-    of `MOST_RATIO` fails and, if the list is longer, only if its examples are distinct. A
-    `num_data` near the number of entries of an integer array `[example, position]` counts tokens.
-    The number of the batches fails unless it is also that of the distinct examples.
+    of `MOST_RATIO` fails and, if the list is longer, only if its examples are distinct. Tokens, the
+    entries of an integer array `[example, position]`, count if the loss is their mean, or if its
+    program does not tell. The number of the batches, or the size of one, fails unless it is also
+    that of the distinct examples.
     """
+    number, per_chain, *_ = counted
     sizes = [size(batch, per_chain) or 0 for batch in batches]
+    if 0 in sizes or not isinstance(number, int | float):
+        return None
+    terms = _num_terms(batches[0], counted)
     # `at_least` warns of fewer than in a batch.
-    if 0 in sizes or not isinstance(number, int | float) or number < sizes[0]:
+    if number < (terms or sizes[0]):
         return None
     # Each chain has its own examples of the same data.
-    chains = len(jax.tree.leaves(batches[0])[0]) if per_chain else 1
-    examples = sum(sizes) * chains
-    kind, counts_batches = "examples", number == len(batches) < examples
-    if number / examples <= 1 / MOST_RATIO or counts_batches:
-        examples, kind = _num_distinct(batches, per_chain), "distinct examples"
-    ratio, limit = number / examples, MOST_TOKEN_RATIO
-    passed = any(count / limit < number < limit * count for count in _tokens(batches, per_chain))
-    passed |= 1 / MOST_RATIO < ratio < MOST_RATIO
-    has = f"have {examples:,} {kind}."
-    text = f"num_data={number:g}, {'and' if passed else 'but'} the batches {has}"
-    if counts_batches and number != examples:
-        passed, text = False, f"num_data={number:g} is the number of batches, which {has}"
-    return judge("num_data", (ratio,), float(MOST_RATIO), passed, text, NUM_DATA)
+    copies = len(jax.tree.leaves(batches[0])[0]) if per_chain else 1
+    each, examples = (terms or sizes[0]) / sizes[0], sum(sizes) * copies
+    wrong: dict[float, str] = {len(batches): "number of batches"}
+    wrong |= {terms or sizes[0]: "size of a batch"}
+    wrong |= {examples: "number of sequences"} if each > 1 else {}
+    kind, what = "tokens" if each > 1 else "examples", ""
+    if number < examples * each:
+        what = wrong.get(number, "")
+    if number / (examples * each) <= 1 / MOST_RATIO or what:
+        examples, kind = _num_distinct(batches, per_chain), f"distinct {kind}"
+    total = examples * each
+    ratio, what = number / total, f" is the {what}" * bool(what and number != total)
+    tokens = [] if terms else _tokens(batches, per_chain)
+    are_near = [1 / MOST_TOKEN_RATIO < number / x < MOST_TOKEN_RATIO for x in tokens]
+    passed = not what and (1 / MOST_RATIO < ratio < MOST_RATIO or any(are_near))
+    has = f"{'and' if passed else 'but'} the batches have {total:,.0f} {kind}."
+    text = f"num_data={number:g}{what}, {has}"
+    return judge("num_data", (ratio,), MOST_RATIO, passed, text, NUM_DATA)
+
+
+def _num_terms(batch: Batch, counted: Counted) -> int | None:
+    """Count the terms of the mean loss of a batch with tokens; None if it is not known."""
+    _, per_chain, loss, like = counted
+    axes, rows = 2 + per_chain, size(batch, per_chain)
+    leaves = [x for x in jax.tree.leaves(batch) if np.ndim(x) == axes]
+    lengths = {x.shape[-1] for x in leaves if np.issubdtype(jnp.result_type(x), np.integer)}
+    if not lengths or not rows:
+        return None
+    # The targets of a sequence may be the sequence without its first token.
+    counts = [rows, *(rows * (x - cut) for x in lengths for cut in (0, 1))]
+    batch = jax.tree.map(lambda x: x[0], batch) if per_chain else batch
+    given = like.params, like.aux, like.key, batch
+    # A loss that fails here fails again where its error is told.
+    with contextlib.suppress(Exception):
+        return _program.num_terms(lambda *given: loss(*given)[0], given, counts)
 
 
 def _tokens(batches: Sequence[Batch], per_chain: bool) -> list[int]:

@@ -71,6 +71,27 @@ def read(loss: Callable[..., jax.Array], params: Tree, others: Tree, rows: int |
     return found
 
 
+def num_terms(loss: Callable[..., jax.Array], given: Sequence, counts: Sequence[int]) -> int | None:
+    """Find of how many terms `loss(*given)` is a mean; None if it is none of the `counts`.
+
+    The first of `counts` is that of the examples; others are multiples of it, such as tokens. A
+    mean of tokens may be one over the positions of each example, and then over the examples.
+    """
+    rows, divisors = counts[0], {(): set(), (counts[0],): {1}}
+
+    def rule(eqn, marks: list[Mark]) -> list[Mark]:
+        found = divisors.get(getattr(eqn.outvars[0].aval, "shape", None)) if eqn.outvars else None
+        if eqn.primitive.name == "div" and found is not None and isinstance(eqn.invars[1], Literal):
+            found.add(float(eqn.invars[1].val))
+        return [Mark(None, [])] * len(eqn.outvars)
+
+    program = jax.make_jaxpr(loss)(*given)
+    _follow(program.jaxpr, program.consts, [Mark(None, [])] * len(program.jaxpr.invars), rule)
+    of_all, of_one = divisors[()], divisors[(rows,)]
+    means = of_all | {rows * x for x in of_one if rows in of_all}
+    return next((count for count in (*counts[1:], rows) if count in means), None)
+
+
 def elsewhere(params: Tree) -> Tree:
     """Return other parameters: at a start, outputs may be equal and penalties zero."""
 

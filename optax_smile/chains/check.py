@@ -106,7 +106,8 @@ def check(
         batch: one batch (an array, a tuple or a dict of arrays), or a list or another iterable of
             batches, of which `check` reads at most 256. More batches make the tests more reliable.
             The `num_data` of the sampler must be within a factor of 10 of the examples of a list,
-            or of 4 of its tokens (entries of an integer array `[example, position]`).
+            or of its tokens (entries of an integer array `[example, position]`) if the loss is
+            their mean, and may not be the size of one of several batches.
         sampler: the complete transformation of the loop, such as an `optax.chain`.
         state: what `init` returned, if the loop runs several chains under `vmap`. Each leaf of
             `state`, `params` and `aux` then has a leading chain axis. None: one chain.
@@ -143,7 +144,7 @@ def check(
     usable = [part for part in batches if _checks.size(part, False) != 0]
     if usable:
         others = {"aux": aux, "stochastic": stochastic}
-        checks += _of_chains(loss_fn, params, usable, sampler, state, others)
+        checks += _of_chains(loss_fn, params, usable, is_whole, sampler, state, others)
     return CheckReport(tuple(checks))
 
 
@@ -159,16 +160,13 @@ def _of_data(batches: list[Batch], is_whole: bool, settings: Options) -> Iterato
     if is_whole and len(batches) % 2 == 0 and _settings.gradients_per_step(settings) == 2:
         text = f"in passes over these {len(batches)}, a batch always gets the same of two weights."
         yield _checks.judge("two gradients", (len(batches),), 1.0, False, text, ALTERNATE)
-    num_data = settings.get("num_data")
-    test = _checks.amount(batches, num_data, False) if is_whole else None
-    if test := test or _checks.at_least(batches[0], num_data, False):
-        yield test
 
 
 def _of_chains(
     loss_fn: Callable[..., Output],
     params: optax.Params,
     batches: list[Batch],
+    is_whole: bool,
     sampler: optax.GradientTransformation,
     own: Tree,
     others: Options,
@@ -190,6 +188,9 @@ def _of_chains(
         if reason := chains.misfit(part):
             got, advice = f"batch {number}, which {reason}", _checks.advice_on_single(batches)
             _check.fail("check", "batch", _checks.USABLE, got, advice)
+    test = _checks.amount(batches, chains.counted) if is_whole else None
+    if test := test or _checks.at_least(batches[0], chains.counted):
+        yield test
     if np.all(np.isfinite(losses)):
         mean = None
         if not others["stochastic"]:

@@ -151,8 +151,8 @@ class Run:
         self._stream = _host.Stream(batches, alternates=self._batches_per_step == 2)
         is_list = isinstance(batches, (list, tuple))
         if is_list:
-            num_data = (self._chains.settings or {}).get("num_data")
-            _checks.check_list(self.where, batches, num_data, per_chain, check)
+            counted = self._chains.counted if check else None
+            _checks.check_list(self.where, batches, per_chain, counted)
         self._checked = _usable(
             self.where, self._stream, per_chain, check and not is_list, self._chains.misfit
         )
