@@ -469,6 +469,7 @@ def test_advice_fits_what_chooses_the_step_size(name):
     ):
         (finding,) = diagnostics.summary(made(settings=settings, **changes)[0]).findings
         assert finding.kind == kind and (settings or "step size" not in finding.advice)
+        assert ("The step size was given" in finding.advice) == (name == "number")
     assert "If the chains did not start from trained weights" in finding.advice
 
 

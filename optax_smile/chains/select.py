@@ -102,7 +102,7 @@ class Selection(NamedTuple):
         if not _settings.are_posterior(getattr(self.draws, "settings", None)):
             notes.append("It is an optimizer: its draws are iterates, not posterior draws.")
         if not self.final_lppd > self.start_lppd:
-            notes.append("No better than the start: change the candidates or the steps.")
+            notes.append("No better than the start: predict with it, or try fewer steps.")
         if np.isneginf([*self.lppd.ravel(), self.final_lppd]).any():
             notes.append("-inf: chains or predictions became non-finite.")
         return "\n".join([*aligned(table), "", *notes])
@@ -300,7 +300,9 @@ def select(
             final_lppd = _mean(_by_input(final.log_density))
     if not final_lppd > start_lppd:
         numbers = f"LPPD {final_lppd:.4g}, start {start_lppd:.4g}"
-        warn(f"`select`: the draws of {best!r} predict no better than the start: {numbers}.")
+        advice = "Predict with the networks that you passed, or try fewer steps."
+        told = f"the draws of {best!r} predict no better than the start: {numbers}. {advice}"
+        warn(f"`select`: {told}")
     found = [scores for scores in found if scores]
     ends = np.array([end for end, _ in rounds[: len(found)]], int)
     steps = {x: repeated.get(x, 0) + done[x] * (x != best) for x in done}

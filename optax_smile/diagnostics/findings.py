@@ -111,8 +111,11 @@ STEP_SIZES = {
         "steadier": "a larger num_warmup, until the steps have their final length",
     },
 }
+# Of a sampler that could find its step size.
+GIVEN = " The step size was given: leave it out, and the sampler finds one."
 # Findings of chains that are slow, and the `change_share` above which larger batches would help.
 SLOW, NOISY = ("slow", "not settled", "chains differ"), 0.75
+UNDERWAY = (*SLOW, "frozen", "still on its way")
 NOISE = (
     " Up to {:.0%} of the mean squared gradient is noise of the batches, so larger batches allow"
     " longer steps."
@@ -219,7 +222,10 @@ def judge(run: Run) -> tuple[Check, ...]:
 def _check_of(finding: Finding, run: Run, arrives: np.ndarray) -> Check:
     passed, advice = not finding.chains.any(), ""
     if not passed:
-        advice = ADVICE[finding.kind].format(**STEP_SIZES[chooser(run.settings)])
+        chosen_by = chooser(run.settings)
+        advice = ADVICE[finding.kind].format(**STEP_SIZES[chosen_by])
+        if finding.kind in UNDERWAY and chosen_by == "number" and "tuner" in run.settings:
+            advice += GIVEN
         if finding.kind in SLOW and "change_share" in run.trace:
             share = np.median(run.trace["change_share"][:, -1])
             advice += NOISE.format(min(share, 1)) if share > NOISY else ""
