@@ -703,6 +703,17 @@ TABLES: dict[str, Table] = {
         *("time / AdamW", "ratio", OURS, "muon", "spectral"), where={"of": "matrices"}
     ),
     "compilation": ratios("compilation / AdamW", "compile_ratio"),
+    "large-rows": Table("large_rows", found("network")).shows(
+        *plain("network"),
+        ("weights", "{num_parameters:,}"),
+        ("batch", "{batch_size}"),
+        ("TFLOP per gradient", "{teraflop:.2f}"),
+        ("ms per step", "{step_ms:.0f}"),
+        ("chains x steps", "{num_chains} x {steps:,}"),
+        ("memory of a chain, GiB", "{gib:.1f}"),
+        ("draws, GiB", "{draws_gib:.1f}"),
+        ("hours in all", "{hours:.1f}"),
+    ),
     "faults": Table("faults", found("campaign")).shows(
         *plain("campaign"),
         *((x, lambda view, x=x: f"{sum(view.values(x, LAST)):,}") for x in COUNTS),
