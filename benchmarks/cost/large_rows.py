@@ -38,7 +38,7 @@ def run_cell(cell: records.Cell) -> dict[str, Any]:
         inputs = inputs.update(shape=(size, settings.pixels, settings.pixels, 3))
     make = lambda key, x: task.network.init(key, task.prepare(x))  # noqa: E731
     batch, params = (inputs, targets), jax.eval_shape(make, jax.random.key(0), inputs)
-    lowered = jax.jit(jax.grad(task.mean_loss)).lower(params, batch)
+    lowered: Any = jax.jit(jax.grad(task.mean_loss)).lower(params, batch)
     number = sum(x.size for x in jax.tree.leaves(params))
     flops = lowered.cost_analysis()["flops"]
     steps = settings.num_warmup + settings.num_draws * settings.thin
