@@ -399,8 +399,8 @@ def amount(batches: Sequence[Batch], counted: Counted) -> Check | None:
     A list may be a part of the data, hold several passes, or have been augmented. So only a factor
     of `MOST_RATIO` fails and, if the list is longer, only if its examples are distinct. Tokens, the
     entries of an integer array `[example, position]`, count if the loss is their mean, or if its
-    program does not tell. The number of the batches, or the size of one, fails unless it is also
-    that of the distinct examples.
+    program does not tell. The number of the batches, or the size of one, fails if there are more
+    distinct examples.
     """
     number, per_chain, *_ = counted
     sizes = [size(batch, per_chain) or 0 for batch in batches]
@@ -422,7 +422,7 @@ def amount(batches: Sequence[Batch], counted: Counted) -> Check | None:
     if number / (examples * each) <= 1 / MOST_RATIO or what:
         examples, kind = _num_distinct(batches, per_chain), f"distinct {kind}"
     total = examples * each
-    ratio, what = number / total, f" is the {what}" * bool(what and number != total)
+    ratio, what = number / total, f" is the {what}" * bool(what and number < total)
     tokens = [] if terms else _tokens(batches, per_chain)
     are_near = [1 / MOST_TOKEN_RATIO < number / x < MOST_TOKEN_RATIO for x in tokens]
     passed = not what and (1 / MOST_RATIO < ratio < MOST_RATIO or any(are_near))
