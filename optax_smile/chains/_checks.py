@@ -419,10 +419,14 @@ def amount(batches: Sequence[Batch], counted: Counted) -> Check | None:
     kind, what = "tokens" if each > 1 else "examples", ""
     if number < examples * each:
         what = wrong.get(number, "")
-    if number / (examples * each) <= 1 / MOST_RATIO or what:
-        examples, kind = _num_distinct(batches, per_chain), f"distinct {kind}"
+    is_few = number / (examples * each) <= 1 / MOST_RATIO
+    if is_few or what:
+        distinct = _num_distinct(batches, per_chain)
+        what = f" is the {what}" if what and number < distinct * each else ""
+        if is_few or what:
+            examples, kind = distinct, f"distinct {kind}"
     total = examples * each
-    ratio, what = number / total, f" is the {what}" * bool(what and number < total)
+    ratio = number / total
     tokens = [] if terms else _tokens(batches, per_chain)
     are_near = [1 / MOST_TOKEN_RATIO < number / x < MOST_TOKEN_RATIO for x in tokens]
     passed = not what and (1 / MOST_RATIO < ratio < MOST_RATIO or any(are_near))
