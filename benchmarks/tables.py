@@ -39,6 +39,7 @@ from benchmarks.pivot import (  # noqa: E402
     found,
     gain,
     join,
+    look,
     mean,
     mean_error,
     minus,
@@ -175,11 +176,17 @@ def over(rival: str, path: str = "lppd") -> Cell:
         gaps = view.gaps(path, *both)
         if view.scope["method"] in (rival, ENSEMBLE) or not gaps:
             return ""
-        ours, theirs = (view.values("parts", pick) for pick in both[::-1])
-        if len(gaps) > 2 or path != "lppd" or not ours or not theirs:
+        theirs, ours = (
+            {look(r, "seed")[0]: r["parts"] for r in view.records(pick) if "parts" in r}
+            for pick in both
+        )
+        seeds = ours.keys() & theirs.keys()
+        if len(gaps) > 2 or path != "lppd" or len(seeds) < len(gaps):
             return mean_error(gaps, 4, "+")
-        parts = [fmean(of) for of in zip(*ours, strict=True)]
-        before = [fmean(of) for of in zip(*theirs, strict=True)]
+        parts, before = (
+            [fmean(of) for of in zip(*(x[seed] for seed in seeds), strict=True)]
+            for x in (ours, theirs)
+        )
         return mean_error([a - b for a, b in zip(parts, before, strict=True)], 4, "+")
 
     return cell
