@@ -224,13 +224,16 @@ def above(task: str, *pairs: tuple[str, dict[str, Any]], form: str, base: str, p
             where = {"task": task, "form": form, "options": options, "method": method}
             ours = view.records(Pick(where, "networks"))
             start = where | {"method": ENSEMBLE, "options": {}, "form": base}
+            if ours:
+                start["seed"] = ours[-1]["cell"]["seed"]
             theirs = view.records(Pick(start, "networks"))
             told = [x if isinstance(x, str) else short(x) for x in options.values()]
             name = " ".join([method, *told])
             if ours and theirs:
                 pair = ours[-1], theirs[-1]
                 one, other = (look(record, path)[0] for record in pair)
-                parts = [x - y for x, y in zip(*(r.get("parts", []) for r in pair), strict=True)]
+                both = [r["parts"] for r in pair if "parts" in r]
+                parts = [x - y for x, y in zip(*both, strict=True)] if len(both) == 2 else []
                 error = stdev(parts) / len(parts) ** 0.5 if parts else None
                 shown.append(f"{name} {value_error(one - other, error, 4, '+')}")
         return ", ".join(shown)

@@ -342,7 +342,7 @@ def advice_on_axes(params: optax.Params, batches: object) -> str:
 
 
 class Counted(NamedTuple):
-    """What counts data: `num_data`, and the loss of one chain, of which `like` has the shapes."""
+    """What a count of the data needs: `number` is `num_data`, `like` the shapes of one chain."""
 
     number: object
     per_chain: bool

@@ -77,19 +77,22 @@ def num_terms(loss: Callable[..., jax.Array], given: Sequence, counts: Sequence[
     The first of `counts` is that of the examples; others are multiples of it, such as tokens. A
     mean of tokens may be one over the positions of each example, and then over the examples.
     """
-    rows, divisors = counts[0], {(): set(), (counts[0],): {1}}
+    means: set[float] = set()
 
     def rule(eqn, marks: list[Mark]) -> list[Mark]:
-        found = divisors.get(getattr(eqn.outvars[0].aval, "shape", None)) if eqn.outvars else None
-        if eqn.primitive.name == "div" and found is not None and isinstance(eqn.invars[1], Literal):
-            found.add(float(eqn.invars[1].val))
-        return [Mark(None, [])] * len(eqn.outvars)
+        # The form of a mark is what a linear function of its array has been divided by.
+        form = marks[0].form if marks and eqn.primitive.name in {*LINEAR, "div"} else ""
+        if eqn.primitive.name == "div":
+            divisor = eqn.invars[1]
+            is_known = isinstance(divisor, Literal) and np.ndim(divisor.val) == 0
+            form = str(float(form or 1) * float(divisor.val)) if is_known else ""
+            if form and not eqn.outvars[0].aval.shape:
+                means.add(float(form))
+        return [Mark(None, [], form)] * len(eqn.outvars)
 
     program = jax.make_jaxpr(loss)(*given)
     _follow(program.jaxpr, program.consts, [Mark(None, [])] * len(program.jaxpr.invars), rule)
-    of_all, of_one = divisors[()], divisors[(rows,)]
-    means = of_all | {rows * x for x in of_one if rows in of_all}
-    return next((count for count in (*counts[1:], rows) if count in means), None)
+    return next((count for count in (*counts[1:], counts[0]) if count in means), None)
 
 
 def elsewhere(params: Tree) -> Tree:

@@ -102,7 +102,7 @@ class Selection(NamedTuple):
         if not _settings.are_posterior(getattr(self.draws, "settings", None)):
             notes.append("It is an optimizer: its draws are iterates, not posterior draws.")
         if not self.final_lppd > self.start_lppd:
-            notes.append("No better than the start: predict with it, or try fewer steps.")
+            notes.append("No better than the start: predict with the start, or try fewer steps.")
         if np.isneginf([*self.lppd.ravel(), self.final_lppd]).any():
             notes.append("-inf: chains or predictions became non-finite.")
         return "\n".join([*aligned(table), "", *notes])
