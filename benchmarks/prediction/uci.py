@@ -153,11 +153,20 @@ def warm(data: str, split: int, protocol: str, num_chains: int) -> tuple[Any, An
     return parts, members
 
 
+class Run(NamedTuple):
+    """What a sampler is told of a run: examples, steps of the warm-up and of the chain, a key."""
+
+    num_data: int
+    num_warmup: int
+    num_steps: int
+    key: jax.Array
+
+
 class Method(NamedTuple):
     """A sampler of the table.
 
     Attributes:
-        make: from step size (None: its own), number of examples and key.
+        make: from step size (None: its own) and run.
         batch_per: see `sample`: `"step"` for minimal norm, two gradients a step, as published.
         step_sizes: the grid of which a table takes the best.
     """
@@ -168,15 +177,16 @@ class Method(NamedTuple):
 
 
 def method(name: str, *step_sizes: float | None, batch_per: Any = "gradient", **options) -> Method:
-    """Build a method that is one function of the library."""
+    """Build a method that is one function of the library; options may be functions of the run."""
 
-    def make(step_size, num_data, key):
-        return samplers.build(name, step_size, num_data=num_data, key=key, **options)
+    def make(step_size, run):
+        rest = {name: of(run) if callable(of) else of for name, of in options.items()}
+        return samplers.build(name, step_size, num_data=run.num_data, key=run.key, **rest)
 
     return Method(make, batch_per, step_sizes)
 
 
-def training(step_size, num_data, key):
+def training(step_size, run):
     """Continue AdamW at a constant rate; its iterates are kept as if they were draws."""
     return optax.adamw(step_size, weight_decay=5e-3)
 
@@ -187,9 +197,16 @@ METHODS = {
     # L and the grid around the choice of the published tuner.
     FULL_BATCH: method("mclmc", 0.01, 0.02, 0.04, batch_per="step", decoherence_length=11.0),
     "sgld": method("sgld", 1e-7, 1e-6, 1e-5, 1e-4),
-    "scale_adapted_sghmc": method("scale_adapted_sghmc", 1e-4, 1e-3, 3e-3, 1e-2, 2e-2, 1e-1),
+    # The mass adapts during the whole warm-up, as published.
+    "scale_adapted_sghmc": method(
+        "scale_adapted_sghmc",
+        *(1e-4, 1e-3, 3e-3, 1e-2, 2e-2, 1e-1),
+        adapt_steps=lambda run: run.num_warmup,
+    ),
     # Four cycles over the whole run.
-    "cyclical_sgld": method("cyclical_sgld", 1e-7, 1e-6, 1e-5, 1e-4, total_steps=NUM_GRADIENTS),
+    "cyclical_sgld": method(
+        "cyclical_sgld", 1e-7, 1e-6, 1e-5, 1e-4, total_steps=lambda run: run.num_steps
+    ),
     **{
         f"{name} published": method(f"{name} published", *step_sizes, batch_per="step")
         for name, step_sizes in (
@@ -278,12 +295,13 @@ def run_cell(cell: records.Cell) -> records.Record:
     share, num_draws = PROTOCOLS[cell["protocol"]]
     num_warmup = round(share * num_steps)
     num_draws = min(num_draws, num_steps - num_warmup)
+    run = Run(len(train[0]), num_warmup, num_steps, key)
     is_full = cell["method"] == FULL_BATCH
     draws = optax_smile.sample(
         mean_loss,
         members,
         [train] if is_full else batches_of(train, BATCH_SIZE, 50),
-        chosen.make(cell["step_size"], len(train[0]), key),
+        chosen.make(cell["step_size"], run),
         num_warmup=num_warmup,
         num_draws=num_draws,
         thin=(num_steps - num_warmup) // num_draws,
