@@ -353,7 +353,7 @@ ROWS = [
         PART,
         papers_uci("mile", "full batch"),
         uci("mile", BATCHWISE),
-        "history: two splits, no bike sharing",
+        f"{UCI}; no bike sharing",
     ),
     *(
         row(
@@ -477,8 +477,16 @@ ROWS = [
         "larger batches help a little",
         join(
             *(
-                tiny("lenet", ("smile", {}), form=f"tiny sampling_batch_size={size}")
-                for size in (64, 256, 512)
+                join(
+                    f"batches of {size}, ",
+                    tiny(
+                        "lenet",
+                        step("smile published", 1e-3),
+                        ("psmile", {}),
+                        form=f"tiny sampling_batch_size={size}",
+                    ),
+                )
+                for size in (64, 256, 512, 1_024)
             ),
             sep=BREAK,
         ),

@@ -92,7 +92,11 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
         {},
     ),
     "perceptron": ("perceptron", MAIN, {"width": (1.0, 0.109, 6.16)}),
-    "lenet batch": ("lenet", OURS, {"sampling_batch_size": (64, 32, 256, 512)}),
+    "lenet batch": (
+        "lenet",
+        [*OURS, *at("smile published", (1e-3,))],
+        {"sampling_batch_size": (64, 32, 256, 512, 1_024)},
+    ),
     "resnet7": (
         "resnet7",
         [
