@@ -173,6 +173,7 @@ SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # These choose their own step size.
 DEFAULTS = ("psmile", "smile", "mclmc")
+TWO_GRADIENTS = [name for name, (_, options) in SAMPLERS.items() if options is PUBLISHED]
 TABLE_1 = (*tuple(SAMPLERS)[:6], "psmile", "smile")
 OURS, PAPERS = "psmile_naive leapfrog", "psmile_naive published"
 
@@ -197,6 +198,8 @@ def run_chains(column, target, noise, kind, num_chunks, step_sizes, keys):
     """
     posterior = TARGETS[target]
     root = noise_root(noise, posterior)
+    # As in the paper, both gradients of a step have the same noise.
+    repeats = 2 if column in (*TWO_GRADIENTS, PAPERS) else 1
 
     def one_chain(step_size, key):
         tx = make_sampler(column, step_size, jax.random.fold_in(key, 0))
@@ -211,7 +214,7 @@ def run_chains(column, target, noise, kind, num_chunks, step_sizes, keys):
             return (optax.apply_updates(params, updates), state, total, count + counts), None
 
         def chunk(carry, key):
-            noises = standardized_noise(kind, key, (CHUNK, DIM))
+            noises = standardized_noise(kind, key, (CHUNK // repeats, DIM)).repeat(repeats, 0)
             start = (*carry, jnp.zeros(DIM), jnp.zeros((), jnp.int32))
             (*carry, total, count), _ = jax.lax.scan(call, start, noises)
             return tuple(carry), (total / jnp.maximum(count, 1), count)
