@@ -26,7 +26,18 @@ TARGETS, NOISES = (
     ("isotropic", "diagonal", "correlated", "varied"),
 )
 DATA = ("airfoil", "bikesharing", "energy")
-ENSEMBLE, SGHMC = "deep ensemble", "scale_adapted_sghmc"
+ENSEMBLE, SGHMC, CYCLES = "deep ensemble", "scale_adapted_sghmc", "cyclical_sgld"
+NAMES = {
+    SGHMC: "SGHMC",
+    CYCLES: "cSGLD",
+    "smile_naive": "SMILE-naive",
+    "psmile_naive": "pSMILE-naive",
+    "smile": "SMILE",
+    "psmile": "pSMILE",
+    "paper's smile": "SMILE",
+}
+# Our samplers, where those of the paper are called "... published".
+OWN = ("smile", "psmile")
 BREAK = "<br>"
 # A figure that no record has, or one of fewer gradients: half as many, or 200,000.
 MISSING, HALF_AS_LONG, FEWER = "–", " (half)", " (short)"
@@ -42,6 +53,12 @@ class Row(NamedTuple):
     paper: Cell
     ours: Cell
     how: str
+
+
+def called(method: str) -> str:
+    """Name of a method in the paper."""
+    name = method.removesuffix(" published")
+    return NAMES.get(name, name)
 
 
 def dated(cell: Cell) -> Cell:
@@ -210,9 +227,9 @@ def batches_of_bikes(view: View) -> str:
 
 
 def tiny(task: str, *pairs: tuple[str, dict[str, Any]], form: str = "tiny", path="lppd") -> Cell:
-    """What methods in the tiny form are above the ensemble."""
+    """What methods in the tiny form are above the ensemble; "–" if none has run."""
     told = above(task, *pairs, form=form, base="tiny", path=path)
-    return join("tiny, LPPD above the ensemble: ", told)
+    return lambda view: f"tiny, LPPD minus the ensemble's: {text(told, view) or MISSING}"
 
 
 def above(task: str, *pairs: tuple[str, dict[str, Any]], form: str, base: str, path="lppd") -> Cell:
@@ -227,8 +244,8 @@ def above(task: str, *pairs: tuple[str, dict[str, Any]], form: str, base: str, p
             if ours:
                 start["seed"] = ours[-1]["cell"]["seed"]
             theirs = view.records(Pick(start, "networks"))
-            told = [x if isinstance(x, str) else short(x) for x in options.values()]
-            name = " ".join([method, *told])
+            told = [short(x) if isinstance(x, int | float) else str(x) for x in options.values()]
+            name = " ".join([f"`{method}`" if method in OWN else called(method), *told])
             if ours and theirs:
                 pair = ours[-1], theirs[-1]
                 one, other = (look(record, path)[0] for record in pair)
@@ -244,7 +261,7 @@ def above(task: str, *pairs: tuple[str, dict[str, Any]], form: str, base: str, p
 def papers_network(quantity: str, task: str, *methods: str) -> Cell:
     """Figures of the paper."""
     return lambda view: ", ".join(
-        f"{method} {of_paper(view, quantity=quantity, task=task, method=method)}"
+        f"{called(method)} {of_paper(view, quantity=quantity, task=task, method=method)}"
         for method in methods
     )
 
@@ -256,7 +273,7 @@ def papers_best(quantity: str, task: str, method: str) -> Cell:
         where = {"quantity": quantity, "task": task, "method": method}
         found = view.records(Pick(where, "paper"))
         best = (min if "perplexity" in quantity else max)(found, key=lambda r: r["value"])
-        return f"{method} {number(best['value'], '.4f')}"
+        return f"{called(method)} {number(best['value'], '.4f')}"
 
     return cell
 
@@ -271,11 +288,15 @@ def step(method: str, size: float, **options: Any) -> tuple[str, dict[str, Any]]
     return method, {"step_size": size, **options}
 
 
-def papers_tuned(name: str, values: Sequence[float]) -> Cell:
+def papers_tuned(name: str, values: Sequence[float | None]) -> Cell:
     """The paper's LPPD at values of a setting of the tuner."""
-    return lambda view: ", ".join(
-        f"{value}: {of_paper(view, quantity='lppd', **{name: value})}" for value in values
-    )
+
+    def cell(view: View) -> str:
+        tuned = view.records(Pick({"quantity": "lppd", "method": "paper's smile"}, "paper"))
+        found = {r["cell"][name]: number(r["value"]) for r in tuned if name in r["cell"]}
+        return ", ".join(f"{value}: {found[value]}" for value in values)
+
+    return cell
 
 
 def found_modes(view: View) -> str:
@@ -285,8 +306,8 @@ def found_modes(view: View) -> str:
         for r in view.records(Pick({"part": "modes", "sampler": name}, "appendix")):
             one = r["found_by_one"]
             shown.append(
-                f"{name.removesuffix(' published')}: one chain {min(one)} to {max(one)} of 25, ten"
-                f" chains {r['found_by_all']}"
+                f"{called(name)}: one chain {min(one)} to {max(one)} of 25, ten chains"
+                f" {r['found_by_all']}"
             )
     return BREAK.join(shown) or MISSING
 
@@ -313,6 +334,7 @@ def settled(view: View) -> str:
 
 
 COSINE = {"schedule": "cosine"}
+TUNED = ("smile published", "psmile published")
 # One chain of LeNet at the paper's size; `psmile` has the gradients of the naive forms.
 ONE_CHAIN, AS_LONG = "paper num_members=1", "num_warmup=10000 thin=200"
 LENET = (SGHMC, "smile_naive", "psmile_naive", "smile")
@@ -384,9 +406,9 @@ ROWS = [
         )
     ),
     row(
-        "Figures: ResNet-7 by schedule and batch size",
-        PART,
-        "a figure",
+        "Figures: ResNet-7, naive and tuned, by schedule and batch size",
+        NONE,
+        "naive forms diverge, tuned ones and SGHMC do not",
         tiny(
             "resnet7",
             *(step(f"{x}smile_naive", 1e-3, **of) for x in ("", "p") for of in ({}, COSINE)),
@@ -395,13 +417,14 @@ ROWS = [
         network('"resnet7 batch"'),
     ),
     row(
-        "Table 3 and with errors: ResNet-18, eight chains, LPPD",
+        "Table 3 and its errors in the appendix: ResNet-18, eight chains, LPPD",
         NONE,
-        papers_network("lppd", "resnet18", ENSEMBLE, SGHMC, "smile published", "psmile published"),
+        papers_network("lppd", "resnet18", ENSEMBLE, CYCLES, SGHMC, *TUNED),
         tiny(
             "resnet18",
             *(step(f"{x}smile published", 0.015) for x in ("", "p")),
             step(SGHMC, 1e-3, friction=0.05),
+            step(CYCLES, 1e-6, num_cycles=4),
         ),
         network("resnet18"),
     ),
@@ -409,28 +432,40 @@ ROWS = [
         "Table 3 and by step size: ViT, four chains, LPPD",
         NONE,
         join(
-            *(papers_best("lppd", "vit", x) for x in (ENSEMBLE, SGHMC, "psmile published")),
+            *(papers_best("lppd", "vit", x) for x in (ENSEMBLE, CYCLES, SGHMC, TUNED[1])),
             sep=BREAK,
         ),
-        tiny("vit", *(step("psmile published", x) for x in (0.2, 0.15, 0.1, 0.05))),
+        tiny(
+            "vit",
+            *(step(TUNED[1], x) for x in (0.2, 0.15, 0.1, 0.05)),
+            step(SGHMC, 1.5e-4),
+            step(CYCLES, 1e-6, num_cycles=4),
+        ),
         network("vit"),
     ),
     row(
         "Figure and table: nanoGPT by step size, perplexity",
         NONE,
         join(
-            *(
-                papers_best("perplexity", "nanogpt", x)
-                for x in (SGHMC, "smile published", "psmile published")
-            ),
+            *(papers_best("perplexity", "nanogpt", x) for x in (SGHMC, *TUNED)),
             sep=BREAK,
         ),
-        tiny("nanogpt", *(step(SGHMC, x) for x in (2e-6, 2e-5, 2e-4, 2e-3))),
+        tiny(
+            "nanogpt",
+            *(step(SGHMC, x) for x in (2e-6, 2e-5, 2e-4, 2e-3)),
+            *(step(TUNED[0], x) for x in (2e-6, 2e-5)),
+        ),
         network("nanogpt"),
     ),
-    row("Table: data sets", FULL, "seven", "the same files", "`examples/data.py`"),
     row(
-        "Figure: energy errors on the Gaussian",
+        "Table: data sets",
+        PART,
+        "seven",
+        "the same, but for 5,000 images of Imagenette with 64 pixels a side",
+        "`examples/data`",
+    ),
+    row(
+        "Figure: energy errors on the Gaussian (isotropic noise, step 0.1)",
         FULL,
         "lighter than Gamma and half-normal",
         energies,
@@ -460,7 +495,7 @@ ROWS = [
     row(
         "Figure: 25 modes",
         FULL,
-        "one chain most modes, ten chains all",
+        "one chain several modes, ten chains all",
         found_modes,
         "`correctness/appendix.py`",
     ),
@@ -473,7 +508,7 @@ ROWS = [
     ),
     row(
         "Figure: LeNet by batch size",
-        PART,
+        NONE,
         "larger batches help a little",
         join(
             *(
@@ -493,7 +528,7 @@ ROWS = [
         '† `prediction/networks.py --table "lenet batch" --form paper`',
     ),
     row(
-        "Table: LeNet, LPPD above the ensemble",
+        "Table: LeNet, LPPD minus the ensemble's",
         PART,
         papers_network("lppd above the deep ensemble", "lenet", *LENET),
         join(
@@ -515,10 +550,10 @@ ROWS = [
     row("Table: ResNet-7", FULL, "428k weights", "the same", "`tests/test_models.py`"),
     row("Table: ResNet-18", FULL, "11.2M weights", "the same", "`tests/test_models.py`"),
     row(
-        "Table: ResNet-18, one chain, LPPD",
+        "Table: ResNet-18, one chain, LPPD (IVON and Laplace: history)",
         NONE,
         papers_network(
-            "single lppd", "resnet18", ENSEMBLE, "laplace", "ivon", SGHMC, "psmile published"
+            "single lppd", "resnet18", ENSEMBLE, "laplace", "ivon", SGHMC, CYCLES, *TUNED
         ),
         tiny(
             "resnet18",
@@ -538,11 +573,17 @@ ROWS = [
             network(symbol),
         )
         for symbol, name, values in (
-            ("kappa", "reject_quantile", (0.9, 0.95, 0.98, 0.99)),
+            ("kappa", "reject_quantile", (0.9, 0.95, 0.98, 0.99, None)),
             ("a", "adapt_probability", (0.0, 0.05, 0.1, 0.2, 0.4)),
         )
     ),
-    row("Figure: step size and energies of ResNet-18", PART, "they settle", settled, "as Table 3"),
+    row(
+        "Figure: step size and energies of ResNet-18",
+        NONE,
+        "they settle",
+        settled,
+        "needs a GPU, as Table 3",
+    ),
     row(
         "Figure: step size and energies of nanoGPT; examples of text",
         NONE,

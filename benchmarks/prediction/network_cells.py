@@ -115,8 +115,9 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
             (method, {"step_size": 1e-3, **schedule})
             for method in ("smile_naive", "psmile_naive")
             for schedule in ({}, {"schedule": "cosine"})
-        ],
-        {"sampling_batch_size": (64, 256)},
+        ]
+        + [(name, {"step_size": 1e-3}) for name in (*PAPERS[2:], "scale_adapted_sghmc")],
+        {"sampling_batch_size": (64, 256, 512)},
     ),
     "resnet18": (
         "resnet18",

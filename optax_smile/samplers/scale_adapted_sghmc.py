@@ -63,7 +63,8 @@ def scale_adapted_sghmc(
         step_size: eps > 0, a number or an Optax schedule of the number of steps. One parameter
             moves by about eps V^(-1/4) in a step.
         friction: share f of the velocity that a step loses, in (0, 1).
-        adapt_steps: steps during which the mass adapts, >= 1. Later points are draws.
+        adapt_steps: steps during which the mass adapts, >= 1: those of the warm-up. Later points
+            are draws.
         key: JAX key or seed, needed. For the other arguments, the return value and the errors see
             `sgld`.
 
