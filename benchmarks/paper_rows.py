@@ -42,7 +42,7 @@ BREAK = "<br>"
 # A figure that no record has, or one of fewer gradients: half as many, or 200,000.
 MISSING, HALF_AS_LONG, FEWER = "–", " (half)", " (short)"
 ANALYTIC = "`correctness/analytic.py --preset paper`"
-UCI = "† `prediction/uci.py --protocol published`"
+UCI = "† `prediction/uci.py --protocol published --num-gradients N`"
 
 
 class Row(NamedTuple):
@@ -175,16 +175,19 @@ def uci(method: str, num_gradients: Mapping[str, int]) -> Cell:
     def cell(view: View) -> str:
         shown = []
         for data in DATA:
-            where = {"data": data, "method": method, "num_chains": 10}
-            where |= {"num_gradients": num_gradients.get(data, 0)}
+            where = {"data": data, "method": method, "num_gradients": num_gradients[data]}
             # A run again replaces the older ones.
             for protocol in ("published", "paper"):
                 found = view.records(Pick(where | {"protocol": protocol}, "uci"))
                 if found:
                     break
             density, error = (mean_error([r[x] for r in found]) for x in ("lppd", "rmse"))
-            splits = f", {len(found)} splits" * (len(found) != 3)
-            shown.append(f"{data} {density} ({error}{splits})" if density else f"{data} {MISSING}")
+            if not found:
+                shown.append(f"{data} {MISSING}")
+                continue
+            chains, splits = found[0]["cell"]["num_chains"], len(found)
+            cut = f", splits {splits}, chains {chains}" * ((splits, chains) != (3, 10))
+            shown.append(f"{data} {density} ({error}{cut})")
         return BREAK.join(shown)
 
     return cell
@@ -207,7 +210,7 @@ def papers_uci(method: str, budget: str) -> Cell:
 # Steps of two gradients, or of one, of the two budgets.
 BATCHWISE: dict[str, int] = dict.fromkeys(DATA, 120_000)
 STEPS = {data: number // 2 for data, number in BATCHWISE.items()}
-EPOCHWISE = {"energy": 240_000, "airfoil": 480_000}
+EPOCHWISE = {"energy": 240_000, "airfoil": 480_000, "bikesharing": 5_640_000}
 HALF = {data: number // 2 for data, number in EPOCHWISE.items()}
 
 
@@ -397,12 +400,12 @@ ROWS = [
             PART,
             papers_uci(method, "epoch-wise"),
             uci(ours, HALF if method == SGHMC else EPOCHWISE),
-            "history: no bike sharing" + ", scale with other bounds" * name.startswith("p"),
+            UCI,
         )
         for name, method, ours in (
             ("SGHMC", SGHMC, SGHMC),
             ("SMILE-naive", "smile_naive", "smile_naive published"),
-            ("pSMILE-naive", "psmile_naive", "psmile_naive relative bounds"),
+            ("pSMILE-naive", "psmile_naive", "psmile_naive published"),
         )
     ),
     row(
