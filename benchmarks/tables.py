@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 # So that it runs where nothing is installed.
@@ -96,11 +96,12 @@ def ahead(view: View, method: str) -> str:
 
 
 def wins(view: View, against: str, sign: int = 1) -> str:
-    """On how many data sets `psmile` is above a method, or below it."""
+    """On how many data sets `psmile` is two standard errors above a method, or below it."""
     pairs = [(at_best(against, data=data), at_best(OURS, data=data)) for data in DATA]
     gaps = [view.gaps("lppd", theirs, ours, "split") for theirs, ours in pairs]
-    known = [fmean(of) for of in gaps if of]
-    return f"{sum(sign * gap > 0 for gap in known)} of {len(known)}"
+    known = [of for of in gaps if len(of) > 1]
+    clear = [of for of in known if sign * fmean(of) > 2 * stdev(of) / len(of) ** 0.5]
+    return f"{len(clear)} of {len(known)}"
 
 
 def lost(view: View, pick: Pick = BEST) -> str:
