@@ -12,7 +12,7 @@ import pytest
 import runs
 from runs import DRAWS, STEPS, THIN, WARMUP, assert_same_bits, refused, regression, stub
 
-from optax_smile import Run
+from optax_smile import Run, parallel
 
 SECOND_DRAW = WARMUP + 2 * THIN
 
@@ -56,6 +56,35 @@ def test_a_loop_makes_the_draws_of_sample_and_hands_out_copies(tmp_path, stored)
         assert np.isnan(kept["w"]).all()
         assert_same_bits(run.snapshots(), whole)
         np.testing.assert_array_equal(np.stack([x["w"] for x in seen], 1), whole.params["w"])
+
+
+class Counted(runs.StubState):
+    """Counts how often the draw of a chain is computed."""
+
+    def last_accepted(self, params):
+        jax.debug.callback(lambda: COMPUTED.append(None))
+        return super().last_accepted(params)
+
+
+COMPUTED: list[None] = []
+
+
+def test_a_draw_is_computed_once_and_the_carry_is_not_copied(tmp_path, monkeypatch):
+    """The start is computed as well; a run copies what it is given, and a checkpoint it reads."""
+    copies, copy = [], parallel._copy
+    monkeypatch.setattr(parallel, "_copy", lambda tree: copies.append(None) or copy(tree))
+    for directory in (None, tmp_path / "sample"):
+        COMPUTED.clear()
+        runs.run(directory, sampler=stub(kind=Counted), num_draws=10, checkpoint_minutes=0)
+        jax.effects_barrier()
+        assert len(COMPUTED) == 11
+    COMPUTED.clear()
+    copies.clear()
+    with begin(tmp_path / "run", stub(kind=Counted), checkpoint_minutes=0) as run:
+        number = len([run.stats for _ in run.draws(3, thin=2)])
+    jax.effects_barrier()
+    assert number == 3 and len(COMPUTED) == 4
+    assert len(copies) <= 4
 
 
 @pytest.mark.parametrize("way", ["break", "Ctrl-C in the loop", "SIGTERM in a step"])

@@ -175,8 +175,8 @@ class Chains:
 
     @property
     def tree(self) -> Chain:
-        """Carry of all chains, arrays `[chain, ...]`: a copy, since calls donate their carry."""
-        return parallel._copy(self._carry)
+        """Carry of all chains, arrays `[chain, ...]`; `advance` donates them."""
+        return self._carry
 
     @tree.setter
     def tree(self, tree: Chain):

@@ -163,6 +163,7 @@ class Run:
         self._stats: Mapping[str, np.ndarray] | None = None
         # Number of draws of the newest loop over `draws`, and its last step.
         self._asked = 0, 0
+        self._draw: Tree = None  # The draw at which the loop pauses.
         self._signal: Callable[[], str | None] | None = None
         self._interrupted: str | None = None  # The signal that ended the last call.
         self._refusal = ""  # Why the run cannot go on.
@@ -286,6 +287,11 @@ class Run:
                 the batches ran out before the first draw; see also `sample`.
             KeyboardInterrupt: after Ctrl-C or SIGTERM and a checkpoint.
         """
+        making = self.making(num_draws, thin)
+        return (_on_host.local(self._draw) for _ in making)
+
+    def making(self, num_draws: int, thin: int) -> Iterator[None]:
+        """Make draws as `draws` does, and pause after each, without copies for the caller."""
         begun = self._kept.begun
         if begun is not None and begun["thin"] != thin:
             rule = f"{begun['thin']}, as for the draws that the run has"
@@ -295,7 +301,7 @@ class Run:
             self._kept.begin(self.num_steps, thin)
         return self._iterate(num_draws, thin)
 
-    def _iterate(self, num_draws: int, thin: int) -> Iterator[Tree]:
+    def _iterate(self, num_draws: int, thin: int) -> Iterator[None]:
         end = (self.num_warmup or 0) + num_draws * thin
         self._asked = num_draws, end
         while self.num_steps < end:
@@ -312,13 +318,14 @@ class Run:
         passed = max(self.num_steps - num_warmup, 0)
         return num_warmup + (passed // thin + 1) * thin
 
-    def _hand_over(self, num_draws: int) -> Iterator[Tree]:
-        """Yield a draw; with several processes, require that all come back or none."""
+    def _hand_over(self, num_draws: int) -> Iterator[None]:
+        """Pause at a draw; with several processes, require that all come back or none."""
         is_left = True
         try:
-            yield self.last_accepted()
+            yield
             is_left = False
         finally:
+            self._draw = None
             if jax.process_count() > 1 and self._num_kept < num_draws:
                 if all(_host.any_process(is_left, not is_left)):
                     self._refusal = LEFT
@@ -457,8 +464,8 @@ class Run:
             found = _checks.check_step_size(self._chains.settings, self._chains.tree.state)
             _checks.warn_if_failed(self.where, found)
         if trace:
-            draw = self._chains.draw() if is_draw else None
-            self._kept.put(self._num_kept, step, self._stats, draw)
+            self._draw = self._chains.draw() if is_draw else None
+            self._kept.put(self._num_kept, step, self._stats, self._draw)
             self._num_kept += is_draw
 
     def _heed(self, is_tick: bool):

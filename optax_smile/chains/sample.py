@@ -167,7 +167,7 @@ def sample(
             for step in range((num_warmup - 1) % thin + 1, num_warmup + 1, thin):
                 run.advance(step)
                 _show(bar, run)
-            for _ in run.draws(num_draws, thin=thin):
+            for _ in run.making(num_draws, thin):
                 _show(bar, run)
         except Interrupted as interrupt:
             if not run.num_draws:

@@ -286,7 +286,7 @@ def select(
             (best,) = running
             for step in plan.steps(run(best), num_warmup):
                 show(best, step)
-            for _ in run(best).draws(num_draws, thin=thin):
+            for _ in run(best).making(num_draws, thin):
                 show(best, run(best).num_steps)
         except Interrupted as interrupt:
             if len(running) > 1 or not run(running[0]).num_draws:
@@ -367,7 +367,7 @@ class _Plan(NamedTuple):
             step = next(filter(is_due, dispatches), tick)
             number = max(0, -(-(step - self.num_warmup) // self.thin))
             # The first call fixes where the draws lie.
-            draws = run.draws(number, thin=self.thin) if number else ()
+            draws = run.making(number, self.thin) if number else ()
             if number and step == tick:
                 for _ in draws:
                     pass
