@@ -104,6 +104,11 @@ def is_floating(leaf: Tree) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def strong(leaf: Tree) -> Tree:
+    """Let the precision of an array count where it was made from a number of Python."""
+    return jnp.asarray(leaf, leaf.dtype) if isinstance(leaf, jax.Array) else leaf
+
+
 def dtype(tree: Tree) -> jnp.dtype:
     """Return the precision of the scalars that go with a tree."""
     return jnp.result_type(*(jax.tree.leaves(tree) or [jnp.float32]))

@@ -189,17 +189,20 @@ def test_types_of_a_state_stay(case):
         with warnings.catch_warnings(action="ignore"):
             found = jax.eval_shape(tx.update, grads, tx.init(PARAMS), PARAMS, value=value)
         assert types(found) == (types(PARAMS), expected)
-    for w, b in [("float64", "float32"), ("float32", "float32")]:
+    for w, b in [("float64", "float32"), ("float32", "float32"), ("float32", "float64")]:
         with jax.enable_x64(True):
-            params = {"layer": {"w": W.astype(w), "b": B.astype(b)}}
+            # The last one is weakly typed, as what is made from a number of Python.
+            of_b = jnp.full(B.shape, 0.5) if b == "float64" else B.astype(b)
+            params = {"layer": {"w": W.astype(w), "b": of_b}}
             start = tx.init(params)
             after, state = jax.eval_shape(functools.partial(advance, tx), params, start, batch(0))
             told, last = jax.eval_shape(lambda *x: (stats(x[0]), last_accepted(*x)), state, after)
-        assert types(after) == types(last) == types(params)
+            strong = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), params)
+        assert types(after) == types(last) == types(strong)
         assert types(state) == types(start)
         floats = {x.dtype.name for x in jax.tree.leaves(state) if "float" in str(x.dtype)}
         assert floats == {w, b}
-        assert told.step_size.dtype == w
+        assert told.step_size.dtype == max(w, b)
 
 
 def test_half_precision_gradients(no_jit, case="sghmc"):

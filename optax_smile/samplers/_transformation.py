@@ -232,7 +232,7 @@ class Dynamics:
         if jax.tree.structure(packed) != jax.tree.structure(expected):
             got = "one of another sampler, or with other settings"
             _check.fail(f"{self.name}.update", "state", state_of(self.name), got)
-        state = packed.unpack()
+        state, params = packed.unpack(), jax.tree.map(_tree.strong, params)
         if jax.tree.structure(updates) != jax.tree.structure(known):
             lost = state.has_lost_leaf | (state.last_update.num_gradients > 0)
             state = take_over(state, self._init(params))._replace(has_lost_leaf=lost)
@@ -317,7 +317,7 @@ def schedule(where: str, step_size: StepSize) -> optax.Schedule:
 
 def candidates(where: str, params: Unchecked) -> Tree:
     """Return the leaves that a sampler may move, with None for the others; require some."""
-    floating = jax.tree.map(lambda leaf: leaf if _tree.is_floating(leaf) else None, params)
+    floating = jax.tree.map(lambda x: _tree.strong(x) if _tree.is_floating(x) else None, params)
     others = jax.tree_util.tree_leaves_with_path(params)
     if others and not jax.tree.leaves(floating):
         path, leaf = others[0]
