@@ -77,7 +77,7 @@ class LastUpdate(NamedTuple):
         """Return its part of `Stats`."""
         stats = self._asdict()
         stats["temperature"] = stats.pop("last_temperature")
-        del stats["fingerprint"]
+        stats["gradient_norm"] = stats.pop("fingerprint")[..., 0]
         has_energy = stats.pop("has_energy")
         change = stats["energy_change"]
         # A state on the host may be float64 although JAX only has float32.
@@ -125,6 +125,7 @@ class Stats(NamedTuple):
         num_nonfinite: calls with a gradient or a value that is not finite.
         num_outlying: gradients that the averages weight less, as they are zero or more than three
             times as large as the average; 0 for samplers without averages.
+        gradient_norm: norm of the gradient that the loop passed; 0 if the call was rejected.
         num_gradients: calls of `update` so far.
         temperature: of the posterior; below 1 it is colder than the Bayesian posterior.
         change_share: mean |g - g_before|^2 / mean (|g|^2 + |g_before|^2) over the last quarter of
@@ -166,6 +167,7 @@ class Stats(NamedTuple):
     num_rejected: jax.Array
     num_nonfinite: jax.Array
     num_outlying: jax.Array
+    gradient_norm: jax.Array
     num_gradients: jax.Array
     temperature: jax.Array
     change_share: jax.Array

@@ -199,6 +199,7 @@ def made(**changes):
         **dict.fromkeys(("num_rejected", "num_nonfinite", "num_altered"), np.zeros(shape, int)),
         **dict.fromkeys(("below_resolution", "on_its_way"), np.zeros(shape, bool)),
         "is_draw": np.ones(shape, bool),
+        "gradient_norm": RNG(4).gamma(9, 1, shape),
         "loss": np.full(shape, 0.5),
         "start_loss": np.full(shape, 0.2),
     }
@@ -248,6 +249,11 @@ SICK: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
     "copies": ({"params": copy(1, 3)}, (1, 3), r"100 of 100 draws equal those .*: \[1, 3\]"),
     "copies, in the end": ({"params": copy(0, 3, LAST)}, (0, 3), "40 of 100 draws equal those"),
     "altered": ({"num_altered": changed([0, 2], LAST, [[7], [9]])}, (0, 2), "7 to 9 of 1000 up"),
+    "altered, before the sampler": (
+        {"gradient_norm": changed([1], LAST, lambda x: 2 + 0 * x[1:2, LAST])},
+        (1,),
+        r"at 40% of the draws .* same norm, as behind a clip \(flagged above 10%\)",
+    ),
     "diverged": ({"num_nonfinite": changed([1], ANY, 2 * COUNT)}, (1,), r"20\.00% of the grad"),
     "not finite": ({"num_nonfinite": changed(ALL, ANY, 2 * COUNT)}, ALL, r"20\.00% of the grad"),
     "diverged, far away": (FAR, (1, 2), r"1\d\d to 1\d\d times that of .* \(flagged above 10\)"),

@@ -25,9 +25,9 @@ def mean_loss(params):
     return jnp.mean((outputs(params, X)[0] - Y) ** 2) * 2
 
 
-def loop(num_chains=None, num_draws=24) -> tuple[list[Any], list[Any]]:
+def loop(num_chains=None, num_draws=24, *before: Any) -> tuple[list[Any], list[Any]]:
     """Draws and statistics of a loop, vectorized over chains."""
-    sampler = optax_smile.sgld(1e-3, num_data=30, key=0)
+    sampler = optax.chain(*before, optax_smile.sgld(1e-3, num_data=30, key=0))
 
     def step(params, state):
         loss, grads = jax.value_and_grad(mean_loss)(params)
@@ -75,6 +75,14 @@ def test_lists_and_stacked_trees(num_chains):
     assert np.isnan(untraced.first_step_size).all()
     unknown = "no trace: the chains may still be on their way"
     assert unknown in str(untraced) and unknown not in str(summary)
+
+
+def test_a_clip_before_the_sampler_shows_in_the_trace():
+    (finding,) = diagnostics.summary(
+        Snapshots.from_draws(*loop(2, 40, optax.clip_by_global_norm(1e-2)), num_chains=2)
+    ).findings
+    assert finding.kind == "altered" and finding.chains == (0, 1)
+    assert finding.text.startswith("the gradients at 100% of the draws have the same norm")
 
 
 def test_copies_and_arrays_that_the_loop_reuses():
@@ -133,5 +141,6 @@ def test_chains_with_equal_keys_are_found():
     given: Any = list(draws), [jax.vmap(optax_smile.stats)(state)] * 24
     kept = warned(f"`Snapshots.from_draws`: {message}", Snapshots.from_draws, *given, num_chains=3)
     (finding,) = diagnostics.summary(kept).findings
-    assert finding.kind == "copies" and finding.chains == (0, 1, 2)
+    assert finding.kind == "equal keys" and finding.chains == (0, 1, 2)
+    assert "`parallel.init(sampler, params, key=...)`" in finding.advice
     assert "24 of 24 draws use the random numbers of another chain" in finding.text

@@ -53,6 +53,8 @@ FAR_BELOW = 0.3
 # Two chains may meet in a draw that is rounded to float16. Copies agree in all draws, or from one
 # draw on.
 MOST_EQUAL = 0.1
+# Norms of clipped gradients agree up to rounding. Others do so at few draws.
+SAME_NORM, MOST_SAME = 3e-6, 0.1
 # More groups of chains are counted, not listed.
 MOST_GROUPS = 6
 
@@ -61,8 +63,10 @@ ADVICE = {
     "copies": "a different start for each chain (`chains_from_weights` with a jitter) and a"
     " different key (`parallel.init(key=...)`). Copies count once in R-hat, ESS and Monte Carlo"
     " error.",
+    "equal keys": "`parallel.init(sampler, params, key=...)` in place of `vmap(sampler.init)`,"
+    " which gives all chains the same key.",
     "altered": "putting the sampler last in `optax.chain`, and adding its updates to the parameters"
-    " unchanged. Nothing may come after the sampler: no clipping, learning rate, weight decay,"
+    " unchanged. Nothing may surround the sampler: no clipping, learning rate, weight decay,"
     " projection or average of parameters. Call `init` once, before the loop.",
     "not finite": "checking the data: are all batches finite and not empty, and is the gradient of"
     " the loss finite there? Is the step size never negative? If so, {shorter}, or a start closer"
@@ -249,7 +253,7 @@ def copy_of(paths: Paths) -> np.ndarray:
 
 
 def _copied(run: Run) -> Iterator[Finding]:
-    """Yield findings of chains with equal draws, and of others with equal keys."""
+    """Yield findings of chains with equal draws, and of others that differ but have equal keys."""
     first, shared = run.copy_of, shared_draws(run.paths)
     np.fill_diagonal(shared, 0)
     is_copy = np.bincount(first, minlength=len(first))[first] > 1
@@ -263,7 +267,7 @@ def _copied(run: Run) -> Iterator[Finding]:
         alike = np.isin(np.arange(len(first)), sum(groups, []))
         number = np.where(alike, float(noise.shape[1]), 0.0)
         text = f"{{}} of {noise.shape[1]} draws use the random numbers of another chain"
-        yield Finding("copies", alike, number, 0, f"{text}{_listed(groups)}.", ".0f")
+        yield Finding("equal keys", alike, number, 0, f"{text}{_listed(groups)}.", ".0f")
 
 
 def _listed(groups: list[list[int]]) -> str:
@@ -278,6 +282,15 @@ def _altered(run: Run) -> Iterator[Finding]:
         altered, most = run.trace["num_altered"][:, -1], run.trace["num_gradients"][:, -1].max()
         text = f"{{}} of {most:.0f} updates were changed before they reached the parameters."
         yield Finding("altered", altered > 0, altered, 0, text, ".0f")
+    if "gradient_norm" in run.trace and run.num_draws >= LEAST_DRAWS_JUDGED:
+        norms = run.trace["gradient_norm"][:, 1 - run.num_draws :]
+        # Of rejected calls it is zero, and a chain that rests repeats it.
+        norms = np.sort(np.where((norms > 0) & (run.paths.moved > 0), norms, np.nan), axis=1)
+        ends = [np.searchsorted(x, x * (1 + SAME_NORM), "right") for x in norms]
+        same = np.where(np.isnan(norms), 0, ends - np.arange(norms.shape[1])).max(axis=1)
+        share, text = same / norms.shape[1], "the gradients at {} of the draws have the same norm"
+        text += ", as behind a clip"
+        yield Finding("altered", share > MOST_SAME, share, MOST_SAME, text, ".0%", "above {}")
 
 
 def _nonfinite(run: Run) -> Iterator[Finding]:

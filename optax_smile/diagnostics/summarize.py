@@ -225,8 +225,10 @@ def summary(
 ) -> Summary:
     """Check a whole run: what looks wrong, and what to try. Print the result.
 
-    - copies: chains have equal draws or use equal random numbers.
-    - altered: updates were changed, or the state of the sampler was initialized again.
+    - copies: chains have equal draws.
+    - equal keys: other chains use equal random numbers.
+    - altered: updates were changed, the gradients were clipped, or the state of the sampler was
+      initialized again.
     - not finite: in every chain, more than 1 % of the gradients or losses are not finite.
     - diverged: a chain has very large parameters, or predicts far worse than other chains or its
       own first draws; or more than 1 % of its gradients or losses are not finite.
