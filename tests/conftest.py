@@ -13,6 +13,7 @@ in slow tests as well, so that these may compare bits with what a fixture made.
 """
 
 import gc
+import logging
 import os
 import pathlib
 import signal
@@ -47,6 +48,17 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 1 if IS_SINGLE else NUM_DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
+
+
+class Failing(logging.Handler):
+    """Where the package notes that it cannot read the program of a loss, a test fails."""
+
+    def emit(self, record):
+        raise AssertionError(record.getMessage()) from (record.exc_info or (None, None))[1]
+
+
+logging.getLogger("optax_smile").addHandler(Failing())
+logging.getLogger("optax_smile").setLevel(logging.DEBUG)
 
 
 def needs_devices(path):

@@ -248,6 +248,95 @@ def test_of_a_mean_of_tokens_it_counts_tokens():
     assert said(of_sequences, 760) == ["760, but the batches have 40 examples"]
 
 
+def padded(lengths, width=20) -> np.ndarray:
+    """Sequences of real numbers of some lengths; the rest is missing."""
+    series = np.random.default_rng(0).normal(size=(len(lengths), width)).astype(np.float32)
+    series[np.arange(width) >= np.array(lengths)[:, None]] = np.nan
+    return series
+
+
+def over_all(w, batch):
+    return jnp.mean((batch - w[None]) ** 2) / 2
+
+
+def over_known(w, batch):
+    known = ~jnp.isnan(batch)
+    return jnp.sum(jnp.where(known, (batch - w[None]) ** 2, 0)) / (2 * jnp.sum(known))
+
+
+def over_known_with_where(w, batch):
+    return jnp.mean(jnp.nan_to_num((batch - w[None]) ** 2), where=~jnp.isnan(batch))
+
+
+@jax.jit
+def over_all_with_weights(w, batch):
+    """Divided by a constant, all terms count the same."""
+    return jnp.sum(jnp.nan_to_num((batch - w[None]) ** 2)) / 200
+
+
+def over_sequences(w, batch):
+    known = ~jnp.isnan(batch)
+    each = jnp.sum(jnp.where(known, (batch - w[None]) ** 2, 0), axis=1) / jnp.sum(known, axis=1)
+    return jnp.mean(each)
+
+
+def of_pairs(w, batch):
+    """The two columns are indices of users and items."""
+    ids, y = batch
+    return jnp.mean((jnp.sum(w[ids[:, 0]] * w[ids[:, 1]], axis=1) - y) ** 2) / 2
+
+
+IDS = np.random.default_rng(0).integers(7, size=(7, 20, 2)), np.zeros((7, 20), np.float32)
+SHORT, LONG = padded([2] * 20), padded([18] * 20)
+EVEN = [padded([10] * 20)] * 3 + [padded([9, 11] * 10)]
+# The loss, the batches, values of `num_data` that are right, and what is said of another one.
+TERMS: dict[str, tuple[Any, Any, tuple[int, ...], int, str]] = {
+    "index columns": (of_pairs, list(zip(*IDS, strict=True)), (140,), 14, "num_data=14, but the f"),
+    "series": (
+        over_all,
+        [padded([20] * 20)] * 9,
+        (180, 3_600),
+        99_000,
+        "but the batches have 180 e",
+    ),
+    "known entries": (over_known, EVEN, (800, 700), 80, "but the first batch has 200 tokens"),
+    "a mean where": (over_known_with_where, EVEN, (800,), 8_100, "but the batches have 800 tok"),
+    "unequal numbers": (
+        over_known,
+        [SHORT, LONG],
+        (),
+        400,
+        "a number of the batch, which is 40 to 360",
+    ),
+    "unequal means": (over_known_with_where, [SHORT, LONG], (), 400, "their mean 200:"),
+    "a constant": (
+        over_all_with_weights,
+        [SHORT, LONG],
+        (400, 40),
+        9,
+        "but the first batch has 20 e",
+    ),
+    "sequences": (over_sequences, [SHORT, LONG], (40,), 4_000, "but the batches have 40 examples"),
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_of_a_mean_are_those_of_the_program(name):
+    """Not any entries of integers: a right `num_data` is not called wrong."""
+    loss, batches, right, wrong, said = TERMS[name]
+
+    def told(num_data) -> list[str]:
+        sampler = optax_smile.sgld(1e-6, num_data=num_data, key=0)
+        w = jnp.ones((7, 3)) if loss is of_pairs else jnp.ones(20)
+        report = optax_smile.check(loss, w, batches, sampler)
+        kinds = "num_data", "batch terms"
+        return [f"{x.text} {x.advice}" for x in report.findings if x.kind in kinds]
+
+    assert [told(number) for number in right] == [[]] * len(right)
+    (text,) = told(wrong)
+    assert said in text
+
+
 def _off(*_, **__):
     raise RuntimeError("on another device")
 
@@ -388,10 +477,10 @@ class TestCheck:
         assert [x.kind for x in report.findings] == ["mean loss", "before the sampler"]
         for text in ("looks like a sum", "multiplied by -0.001", "Remove what comes before"):
             assert text in str(report)
-        assert str(report).endswith("\n2 of 10 tests found a mistake.") and repr(report)
+        assert str(report).endswith("\n2 of 11 tests found a mistake.") and repr(report)
         finding = found(check(EQUAL, optax.chain(SAMPLER, optax.scale(-1.0))))["after the sampler"]
         assert finding.advice.startswith("Remove what comes after the sampler")
-        assert "0 of 12 tests found a mistake." in str(check(EQUAL))
+        assert "0 of 13 tests found a mistake." in str(check(EQUAL))
 
     def test_finds_chains_that_share_a_key(self):
         params = jnp.ones((3, SIZE)) * jnp.arange(1.0, 4)[:, None]

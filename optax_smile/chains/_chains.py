@@ -158,7 +158,12 @@ class Chains:
         start, params = _on_host.local(self.losses(batch)), self.tree.params
         if found := _checks.rise(self.losses, batch, params, start, self.settings):
             yield found
-        if self.mesh is None and _settings.are_posterior(self.settings):
+        if not _settings.are_posterior(self.settings):
+            return
+        one = jax.tree.map(lambda x: x[0], batch) if self.per_chain else batch
+        has_log_prior = (self.settings or {}).get("log_prior") is not None
+        yield from _checks.check_leaves(self.loss, self.like, one, has_log_prior)
+        if self.mesh is None:
             given = self.loss, self.tree, self.losses, batch, self.per_chain
             yield from _checks.check_program(*given)
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,6 @@ from jax.sharding import Mesh
 from optax_smile import _check, _on_host, _reuse, _table, _tree, parallel
 from optax_smile._types import Batch, Options, Tree
 from optax_smile._warn import warn
-from optax_smile.chains import _program
 from optax_smile.diagnostics.findings import Check, chooser
 from optax_smile.potential import Potential, excess_loss, least_excess_loss
 from optax_smile.state import MOST_RISE, SamplerState, find
@@ -53,6 +53,15 @@ SINGLE = "Put a single batch in a list: `[batch]`."
 PAIR = "Put the arrays of a single batch in a tuple: `[(x, y)]`."
 NOT_FINITE = "Are the batches finite, and the labels in their range?"
 NONFINITE = "Their steps were rejected, which biases the draws. Are the batches finite?"
+
+# By which a mean may be divided, such as that of squares.
+FACTORS = 0.5, 1, 2, 4
+# Batches of a list of which the terms of the loss are counted.
+MOST_COUNTED = 256
+# Where a program cannot be read, the reason goes here. The tests make it an error.
+LOG = logging.getLogger("optax_smile")
+STOPPED = "It stops the gradient: leave it out of the sampler, with `optax.partition` and"
+STOPPED += " `optax.set_to_zero`, or with `eqx.partition`. Otherwise prior and noise move it."
 
 # What `_program.read` finds: the text of the check, its verbs if it fails or passes, and advice.
 PROGRAM = {
@@ -90,8 +99,8 @@ def judge(kind: str, value: tuple, bound: float, passed: bool, text: str, advice
 
 
 def warn_if_failed(where: str, check: Check | None):
-    """Warn of a check that failed."""
-    if check is not None and not check.passed:
+    """Warn of a check that failed, or of one that passed with advice."""
+    if check is not None and check.advice:
         warn(f"`{where}`: {check.text} {check.advice}")
 
 
@@ -184,7 +193,8 @@ def warn_of_sum(where: str, losses: ChainLosses, batch: Batch, per_chain: bool, 
     """Warn of a loss that looks like a sum, see `check_mean`, or of one that cannot be tested."""
     check, skip = check_mean(losses, batch, per_chain, mesh), "To skip this test, pass check=False."
     if isinstance(check, Check):
-        warn_if_failed(where, check._replace(advice=f"{check.advice} {skip}"))
+        advice = "" if check.passed else f"{check.advice} {skip}"
+        warn_if_failed(where, check._replace(advice=advice))
     elif check:
         warn(f"`{where}`: could not test whether `loss_fn` is a mean, because {check}. {skip}")
 
@@ -225,6 +235,26 @@ def check_mean(
     return judge("mean loss", (ratio,), 1.0, not abs(ratio - 1) < NEAR_ONE, text, SUMMED)
 
 
+def traced(loss: FullLoss, *given: Tree) -> Tree:
+    """Return the program of a loss; None if the loss fails, which is told elsewhere."""
+    with contextlib.suppress(Exception):
+        return jax.make_jaxpr(lambda *given: loss(*given)[0])(*given)
+
+
+def reading(function: str, *given: Tree) -> Tree:
+    """Call a function of `_program`; None if it fails, which must not end a run.
+
+    It reads programs of JAX, whose parts change from version to version.
+    """
+    try:
+        from optax_smile.chains import _program
+
+        return getattr(_program, function)(*given)
+    except Exception:
+        LOG.debug("The program of a loss could not be read.", exc_info=True)
+        return None
+
+
 def check_program(
     loss: FullLoss, chains: Tree, losses: ChainLosses, batch: Batch, per_chain: bool
 ) -> Iterator[Check]:
@@ -232,11 +262,9 @@ def check_program(
     key = None if chains.key is None else jax.random.clone(chains.key)
     params, *others = jax.tree.map(lambda x: x[0], (chains.params, chains.aux, key))
     others.append(jax.tree.map(lambda x: x[0], batch) if per_chain else batch)
-    rows = size(batch, per_chain)
-    try:
-        found = _program.read(lambda params, rest: loss(params, *rest)[0], params, others, rows)
-    except Exception:
-        # A program that cannot be read tells nothing, and must not end a run.
+    found = reading("read", traced(loss, params, *others), params, size(batch, per_chain))
+    if found is None:
+        yield skipped("penalty, logits, pairs")
         return
     if "pairs" in found and not _loses_pairs(losses, batch, chains.params, per_chain):
         found.remove("pairs")
@@ -245,9 +273,45 @@ def check_program(
         yield judge(kind, (float(not passed),), 0.0, passed, text.format(verbs[passed]), advice)
 
 
+def skipped(kind: str) -> Check:
+    """Name a test that was not made, with a bound of NaN."""
+    text = "this version of JAX writes the program of `loss_fn` in a form that is not known."
+    return judge(kind, (), math.nan, True, text, "")
+
+
+def check_leaves(loss: FullLoss, like: Tree, batch: Batch, others: bool) -> Iterator[Check]:
+    """Find leaves that the sampler moves, but for which the program of the loss has no gradient.
+
+    `like` has the shapes of one chain; `others` says that the posterior has other terms.
+    """
+    received = find(like.state, "sample").last_received()
+    moved = _names(like.params if received is None else received[0])
+    names = _names(like.params)
+    program = traced(loss, like.params, like.aux, like.key, batch)
+    found = reading("reached", program, len(names))
+    if found is None:
+        yield skipped("gradients, unread")
+        return
+    pairs = [(path, *one) for path, one in zip(names, found, strict=True) if path in moved]
+    stopped = [path for path, is_read, has_gradient in pairs if is_read and not has_gradient]
+    unread = [path for path, is_read, _ in pairs if not is_read]
+    text = f"`loss_fn` depends on {', '.join(stopped)}, but has no gradient there."
+    text = text if stopped else "`loss_fn` has a gradient wherever it depends on parameters."
+    yield judge("gradients", (float(len(stopped)),), 0.0, not stopped, text, STOPPED)
+    if unread and not others:
+        text = f"`loss_fn` does not read {', '.join(unread)}: these are draws from the prior."
+        advice = "Leave it out of the parameters, if that is not meant."
+        yield Check("unread", (), (float(len(unread)),), 0.0, True, advice, text)
+
+
+def _names(tree: Tree) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path) or "the only leaf" for path, _ in leaves]
+
+
 def _loses_pairs(losses: ChainLosses, batch: Batch, params: Tree, per_chain: bool) -> bool:
     """Whether an array with one number per example may be permuted without the others."""
-    axis, moved = int(per_chain), _program.elsewhere(params)
+    axis, moved = int(per_chain), reading("elsewhere", params)
     leaves, structure = jax.tree.flatten(batch)
 
     def loss_with(place: int, leaf: np.ndarray) -> np.ndarray:
@@ -367,8 +431,9 @@ def check_list(where: str, batches: Sequence, per_chain: bool, counted: Counted 
             are_few = len(batches) < 4 and len({*map(len, batches)}) == 1
             if kind == "tuple" or are_few and not are_tokens:
                 warn(f"`{where}`: each array of the {kind} `batches` is taken as a batch. {hint}")
-        warn_if_failed(where, unequal([size(x, per_chain) for x in batches]))
-        warn_if_failed(where, amount(batches, counted))
+        sizes, found = unequal([size(x, per_chain) for x in batches]), divisors(batches, counted)
+        warn_if_failed(where, sizes if not sizes.passed else unequal_terms(found))
+        warn_if_failed(where, amount(batches, counted, found))
 
 
 def unequal(sizes: Sequence[int | None]) -> Check:
@@ -382,39 +447,61 @@ def unequal(sizes: Sequence[int | None]) -> Check:
     return judge("batch sizes", tuple(map(float, sorted(counts))), 1.0, passed, text, UNEQUAL)
 
 
+class Divisors(NamedTuple):
+    """What the mean loss of a batch is divided by."""
+
+    each: np.ndarray  # Of some of the batches, `[batch]`.
+    are_terms: bool  # Whether it is the number of terms of the mean.
+    depends: bool  # Whether it depends on the batch, beyond its shapes.
+    number: float  # How many numbers the mean of the first batch is over.
+
+
 def at_least(batch: Batch, counted: Counted) -> Check | None:
     """Require `num_data` to be at least the size of a batch; None if one of them is unknown."""
     rows, number = size(batch, counted.per_chain), counted.number
     if rows is None or not isinstance(number, int | float):
         return None
-    terms = _num_terms(batch, counted) or rows
+    found = divisors([batch], counted)
+    terms = int(found.each[0]) if found is not None and found.are_terms else rows
     kind, passed = "tokens" if terms > rows else "examples", number >= terms
     text = f"num_data={number}, {'and' if passed else 'but'} the first batch has {terms} {kind}."
     return judge("num_data", (float(number),), float(terms), passed, text, NUM_DATA)
 
 
-def amount(batches: Sequence[Batch], counted: Counted) -> Check | None:
+def unequal_terms(found: Divisors | None) -> Check | None:
+    """Find a loss that is divided by a number that depends on the batch, such as of real tokens."""
+    if found is None or not found.depends:
+        return None
+    low, high, mean = (float(f(found.each)) for f in (np.min, np.max, np.mean))
+    passed = high <= NEARLY_EQUAL * low
+    text = f"`loss_fn` divides by a number of the batch, which is {low:.4g} to {high:.4g}."
+    advice = f"Divide by a constant, such as their mean {mean:.6g}: otherwise terms of batches with"
+    advice += " a small number count more."
+    return judge("batch terms", (low, high), NEARLY_EQUAL, passed, text, advice)
+
+
+def amount(batches: Sequence[Batch], counted: Counted, found: Divisors | None) -> Check | None:
     """Compare `num_data` with the examples of a list of batches; None if that is impossible.
 
     A list may be a part of the data, hold several passes, or have been augmented. So only a factor
-    of `MOST_RATIO` fails and, if the list is longer, only if its examples are distinct. Tokens, the
-    entries of an integer array `[example, position]`, count if the loss is their mean, or if its
-    program does not tell. The number of the batches, or the size of one, fails if there are more
-    distinct examples.
+    of `MOST_RATIO` fails and, if the list is longer, only if its examples are distinct. The terms
+    of the mean that the loss is count in place of the examples, if its program tells them. The
+    number of the batches, or the size of one, fails if there are more distinct examples.
     """
     number, per_chain, *_ = counted
     sizes = [size(batch, per_chain) or 0 for batch in batches]
     if 0 in sizes or not isinstance(number, int | float):
         return None
-    terms = _num_terms(batches[0], counted)
+    terms = found.each if found is not None and found.are_terms else None
+    first = sizes[0] if terms is None else int(terms[0])
     # `at_least` warns of fewer than in a batch.
-    if number < (terms or sizes[0]):
+    if number < first:
         return None
     # Each chain has its own examples of the same data.
     copies = len(jax.tree.leaves(batches[0])[0]) if per_chain else 1
-    each, examples = (terms or sizes[0]) / sizes[0], sum(sizes) * copies
-    wrong: dict[float, str] = {len(batches): "number of batches"}
-    wrong |= {terms or sizes[0]: "size of a batch"}
+    each = 1.0 if terms is None else float(np.mean(terms) / np.mean(_some(sizes)))
+    examples = sum(sizes) * copies
+    wrong: dict[float, str] = {len(batches): "number of batches", first: "size of a batch"}
     wrong |= {examples: "number of sequences"} if each > 1 else {}
     kind, what = "tokens" if each > 1 else "examples", ""
     if number < examples * each:
@@ -427,29 +514,53 @@ def amount(batches: Sequence[Batch], counted: Counted) -> Check | None:
             examples, kind = distinct, f"distinct {kind}"
     total = examples * each
     ratio = number / total
-    tokens = [] if terms else _tokens(batches, per_chain)
-    are_near = [1 / MOST_TOKEN_RATIO < number / x < MOST_TOKEN_RATIO for x in tokens]
+    others = [] if terms is not None else _tokens(batches, per_chain)
+    if found is not None and terms is None:
+        # A mean over outputs is often taken for one over examples.
+        others.append(int(found.number / sizes[0] * examples))
+    are_near = [1 / MOST_TOKEN_RATIO < number / x < MOST_TOKEN_RATIO for x in others]
     passed = not what and (1 / MOST_RATIO < ratio < MOST_RATIO or any(are_near))
     has = f"{'and' if passed else 'but'} the batches have {total:,.0f} {kind}."
     text = f"num_data={number:g}{what}, {has}"
     return judge("num_data", (ratio,), MOST_RATIO, passed, text, NUM_DATA)
 
 
-def _num_terms(batch: Batch, counted: Counted) -> int | None:
-    """Count the terms of the mean loss of a batch with tokens; None if it is not known."""
+def _some(batches: Sequence[Batch]) -> Sequence[Batch]:
+    return batches[:: -(-len(batches) // MOST_COUNTED)]
+
+
+def divisors(batches: Sequence[Batch], counted: Counted) -> Divisors | None:
+    """Read in the program of the loss what it is divided by; None if it does not tell."""
     _, per_chain, loss, like = counted
-    axes, rows = 2 + per_chain, size(batch, per_chain)
-    leaves = [x for x in jax.tree.leaves(batch) if np.ndim(x) == axes]
-    lengths = {x.shape[-1] for x in leaves if np.issubdtype(jnp.result_type(x), np.integer)}
-    if not lengths or not rows:
-        return None
+    each, means, programs = [], [], dict[str, Tree]()
+    for batch in _some(batches):
+        rows = size(batch, per_chain) or 0
+        batch = jax.tree.map(lambda x: x[0], batch) if per_chain else batch
+        shapes = str(jax.tree.map(jnp.shape, batch))
+        if shapes not in programs:
+            program = traced(loss, like.params, like.aux, like.key, batch)
+            found = program and rows and reading("mean_of", program, batch)
+            if not found:
+                return None
+            programs[shapes] = found[0], _reuse.Program(found[1])
+        mean, others = programs[shapes]
+        means.append(mean)
+        each.append(float(others(batch)) if mean.others else _num_terms(mean, batch, rows))
+    numbers, depends = np.array(each), bool(means[0].others)
+    are_terms = bool(np.all((numbers >= 1) & (numbers == np.round(numbers))))
+    are_terms &= not depends or numbers[0] <= means[0].number
+    return Divisors(numbers, are_terms, depends, means[0].number)
+
+
+def _num_terms(mean: Tree, batch: Batch, rows: int) -> float:
+    """Count the tokens or examples that a loss is a mean of; NaN if neither fits."""
+    leaves = [x for x in jax.tree.leaves(batch) if np.ndim(x) == 2]
+    lengths = {x.shape[1] for x in leaves if np.issubdtype(jnp.result_type(x), np.integer)}
     # The targets of a sequence may be the sequence without its first token.
-    counts = [rows, *(rows * (x - cut) for x in lengths for cut in (0, 1))]
-    batch = jax.tree.map(lambda x: x[0], batch) if per_chain else batch
-    given = like.params, like.aux, like.key, batch
-    # A loss that fails here fails again where its error is told.
-    with contextlib.suppress(Exception):
-        return _program.num_terms(lambda *given: loss(*given)[0], given, counts)
+    counts = [*(rows * (x - cut) for x in lengths for cut in (0, 1)), rows]
+    fits = [x for x in counts if x and mean.number % x == 0 and mean.constant / x in FACTORS]
+    is_of_more = mean.number != rows and mean.constant % mean.number == 0
+    return math.nan if not fits or fits[0] == rows and is_of_more else float(fits[0])
 
 
 def _tokens(batches: Sequence[Batch], per_chain: bool) -> list[int]:

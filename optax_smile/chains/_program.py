@@ -1,7 +1,10 @@
-"""What the program of a loss says about it: terms of the parameters alone, logits, and pairs."""
+"""What the program of a loss says about it: penalties, logits, pairs, gradients, and terms."""
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
@@ -21,6 +24,12 @@ CALLS |= {"checkpoint", "remat", "remat2"}
 LINEAR = {"broadcast_in_dim", "convert_element_type", "copy", "neg", "reduce_sum", "reshape"}
 LINEAR |= {"squeeze", "stop_gradient", "transpose"}
 SUMS, PRODUCTS = {"add", "add_any", "sub"}, {"mul", "div"}
+# Linear functions of one array if all others are known.
+WEIGHTINGS = LINEAR | SUMS | PRODUCTS | {"select_n", "dot_general"}
+# Equations whose programs are followed for what depends on what.
+INSIDE = {x for x in CALLS if not x.startswith("custom")} | {"cond", "scan", "shard_map", "while"}
+# Real functions without a gradient.
+FLAT = {"ceil", "floor", "nextafter", "round", "sign", "stop_gradient"}
 MOST_TERMS = 999  # More terms of an array are not followed.
 # Multiples of the parameters at which terms are computed, and relative rounding errors.
 MULTIPLES, ROUNDING = (-1.0, 0.0, 1.0, 2.0), 1e-3
@@ -31,17 +40,17 @@ class Mark(NamedTuple):
 
     value: Tree  # Its value; None if it depends on the batch.
     terms: Sequence[Tree]  # Values that do not depend on the batch, of which it is a sum.
-    # "exp", "sum" of it, "probability", such an array "shifted" as by a log-softmax, or "".
-    form: str = ""
+    # "exp", "sum" of it, "probability", such an array "shifted" as by a log-softmax, or "". For
+    # `mean_of`, how the array is a mean.
+    form: Tree = ""
 
 
-def read(loss: Callable[..., jax.Array], params: Tree, others: Tree, rows: int | None) -> set[str]:
-    """Read the program of `loss(params, others)`, where only `others` depends on the batch.
+def read(program: ClosedJaxpr, params: Tree, rows: int | None) -> set[str]:
+    """Read the program of a loss of `params` and of arguments that depend on the batch.
 
     Returns what is found: `"penalty"`, a term of the parameters alone; `"logits"`, a softmax or a
     sigmoid of probabilities; `"pairs"`, a combination of each of the `rows` with each other one.
     """
-    program = jax.make_jaxpr(loss)(params, others)
     found, number = set(), len(jax.tree.leaves(params))
 
     def rule(eqn, marks: list[Mark]) -> list[Mark]:
@@ -71,28 +80,114 @@ def read(loss: Callable[..., jax.Array], params: Tree, others: Tree, rows: int |
     return found
 
 
-def num_terms(loss: Callable[..., jax.Array], given: Sequence, counts: Sequence[int]) -> int | None:
-    """Find of how many terms `loss(*given)` is a mean; None if it is none of the `counts`.
+def reached(program: ClosedJaxpr, number: int) -> list[tuple[bool, bool]]:
+    """Return of the first arguments if a loss depends on them, and if it has a gradient there.
 
-    The first of `counts` is that of the examples; others are multiples of it, such as tokens. A
-    mean of tokens may be one over the positions of each example, and then over the examples.
+    A gradient that happens to be zero, such as behind a unit that is off, is one.
     """
-    means: set[float] = set()
+    bits = [1 << place for place in range(number)]
+    given = bits + [0] * (len(program.jaxpr.invars) - number)
+    (reads,), (moves,) = (_reach(program.jaxpr, given, smooth) for smooth in (False, True))
+    return [(bool(reads & bit), bool(moves & bit)) for bit in bits]
 
-    def rule(eqn, marks: list[Mark]) -> list[Mark]:
-        # The form of a mark is what a linear function of its array has been divided by.
-        form = marks[0].form if marks and eqn.primitive.name in {*LINEAR, "div"} else ""
-        if eqn.primitive.name == "div":
-            divisor = eqn.invars[1]
-            is_known = isinstance(divisor, Literal) and np.ndim(divisor.val) == 0
-            form = str(float(form or 1) * float(divisor.val)) if is_known else ""
-            if form and not eqn.outvars[0].aval.shape:
-                means.add(float(form))
-        return [Mark(None, [], form)] * len(eqn.outvars)
 
-    program = jax.make_jaxpr(loss)(*given)
-    _follow(program.jaxpr, program.consts, [Mark(None, [])] * len(program.jaxpr.invars), rule)
-    return next((count for count in (*counts[1:], counts[0]) if count in means), None)
+def _reach(program: Jaxpr, given: Sequence[int], smooth: bool) -> list[int]:
+    """Return on which inputs each result depends, as bits; `smooth`: through which gradients."""
+    known = dict(zip(program.invars, given, strict=True))
+
+    def of(x) -> int:
+        return 0 if isinstance(x, Literal) else known.get(x, 0)
+
+    for eqn in program.eqns:
+        bits = _reach_of(eqn, [*map(of, eqn.invars)], smooth)
+        is_real = [jnp.issubdtype(getattr(x.aval, "dtype", bool), jnp.inexact) for x in eqn.outvars]
+        passed = [x if real or not smooth else 0 for x, real in zip(bits, is_real, strict=True)]
+        known |= dict(zip(eqn.outvars, passed, strict=True))
+    return [*map(of, program.outvars)]
+
+
+def _reach_of(eqn, inputs: list[int], smooth: bool) -> Sequence[int]:
+    """Return the bits of the results; a function with its own rule of gradients may have any."""
+    name, params = eqn.primitive.name, eqn.params
+    every = 0 if smooth and name in FLAT else functools.reduce(operator.or_, inputs, 0)
+    bodies = params.get("branches") or [
+        params.get("body_jaxpr", _inner(eqn) or params.get("jaxpr"))
+    ]
+    if name not in INSIDE or None in bodies:
+        return [every] * len(eqn.outvars)
+    programs = [getattr(body, "jaxpr", body) for body in bodies]
+    # The index of a branch and the constants of a condition come first.
+    size = len(programs[0].invars)
+    given, before = inputs[-size:] if size else [], None
+    first = params.get("num_consts", params.get("body_nconsts", size))
+    last, results = first + params.get("num_carry", size), []
+    while given != before:
+        each = [_reach(program, given, smooth) for program in programs]
+        results = [functools.reduce(operator.or_, x) for x in zip(*each, strict=True)]
+        before, given = given, [*given]
+        given[first:last] = map(operator.or_, given[first:last], results)
+    decides = name in ("cond", "while") and not smooth
+    return [x | every if decides else x for x in results]
+
+
+class Mean(NamedTuple):
+    """How an array is a mean: how many numbers were added, and by what their sum was divided."""
+
+    number: float = 1
+    constant: float = 1  # NaN if it is not known.
+    others: Sequence[jax.Array] = ()  # Numbers that depend on the batch.
+
+    def divided(self, name: str, factor: Tree, mark: Mark) -> Mean:
+        """Return what the equation `div` or `mul` makes of it, with a known factor."""
+        power, constant, others = 1 if name == "div" else -1, 1.0, self.others
+        if mark.form and math.prod(factor.aval.shape) == 1:
+            others, constant = (*others, (mark.value.ravel()[0] / mark.form) ** power), mark.form
+        elif isinstance(factor, Literal) or not isinstance(mark.value, jax.core.Tracer):
+            number = np.asarray(getattr(factor, "val", mark.value))
+            constant = math.nan if number.size > 1 or not number.all() else float(number.ravel()[0])
+        elif not factor.aval.shape:
+            constant = math.nan
+        return self._replace(constant=self.constant * constant**power, others=others)
+
+
+def mean_of(program: ClosedJaxpr, batch: Tree) -> tuple[Mean, Callable[[Tree], jax.Array]]:
+    """Return how a loss, whose last argument is the batch, is a mean, and its `others` of a batch.
+
+    These are multiplied.
+    """
+    known, found = len(jax.tree.leaves(batch)), Mean()
+    unknown = [Mark(None, [], Mean())] * (len(program.jaxpr.invars) - known)
+
+    def others(batch: Tree) -> jax.Array:
+        nonlocal found
+        marks = unknown + [Mark(jnp.asarray(x), [], 1.0) for x in jax.tree.leaves(batch)]
+        (result,) = _follow(program.jaxpr, program.consts, marks, _mean_rule)
+        found = result.form if isinstance(result.form, Mean) else Mean()
+        return jnp.prod(jnp.stack([jnp.asarray(x, float) for x in (1, *found.others)]))
+
+    jax.eval_shape(others, batch)
+    return found, others
+
+
+def _mean_rule(eqn, marks: list[Mark]) -> list[Mark]:
+    name, unknown = eqn.primitive.name, [mark for mark in marks if mark.value is None]
+    # Of a known array: by what constant it is multiplied if it depends on the batch, else "".
+    form: Tree = Mean() if unknown else max((mark.form or 0.0 for mark in marks), default=0.0)
+    if form and not unknown and name not in LINEAR | {"max"}:
+        factor: Tree = next((x.val for x in eqn.invars if isinstance(x, Literal)), None)
+        is_scaled = name in PRODUCTS and np.size(factor) == 1 and factor
+        form = form * float(factor) ** (1 if name == "mul" else -1) if is_scaled else 1.0
+    is_inverse = name == "div" and marks[1].value is None
+    if unknown and name in WEIGHTINGS and not is_inverse and (len(unknown) == 1 or name in SUMS):
+        # Of a sum, that of the term with the most numbers.
+        form = max((mark.form for mark in unknown), key=lambda mean: mean.number)
+        if name == "reduce_sum":
+            added = eqn.invars[0].aval.size / eqn.outvars[0].aval.size
+            form = form._replace(number=form.number * added)
+        if name in PRODUCTS:
+            place = int(marks[0].value is None)
+            form = form.divided(name, eqn.invars[place], marks[place])
+    return [mark._replace(form=form) for mark in _combine(eqn, name, marks, "")]
 
 
 def elsewhere(params: Tree) -> Tree:
@@ -163,6 +258,14 @@ def _run(eqn, marks: list[Mark]) -> list[Tree]:
     return jaxpr_as_fun(ClosedJaxpr(program, ()))(*known.values())
 
 
+def _inner(eqn) -> Tree:
+    """Return the program that an equation runs once, with its own inputs; None if it runs none."""
+    if eqn.primitive.name not in CALLS:
+        return None
+    names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+    return next((eqn.params[name] for name in names if name in eqn.params), None)
+
+
 def _follow(program: Jaxpr, constants: Sequence, given: list[Mark], rule: Callable) -> list[Mark]:
     """Go through a program and those that it calls, and return the marks of its results."""
     known = dict(zip(program.invars, given, strict=True))
@@ -173,10 +276,7 @@ def _follow(program: Jaxpr, constants: Sequence, given: list[Mark], rule: Callab
         return Mark(jnp.asarray(x.val, dtype), []) if isinstance(x, Literal) else known[x]
 
     for eqn in program.eqns:
-        marks, inner = [mark_of(x) for x in eqn.invars], None
-        if eqn.primitive.name in CALLS:
-            names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-            inner = next((eqn.params[name] for name in names if name in eqn.params), None)
+        marks, inner = [mark_of(x) for x in eqn.invars], _inner(eqn)
         if inner is None:
             results = rule(eqn, marks)
         else:

@@ -41,7 +41,10 @@ class CheckReport:
     def __str__(self) -> str:
         lines = []
         for check in sorted(self.checks, key=lambda check: check.passed):
-            lines.append(f"{'ok   ' if check.passed else 'wrong'} {check.kind}: {check.text}")
+            result = (
+                "wrong" if not check.passed else "skip " if check.bound != check.bound else "ok   "
+            )
+            lines.append(f"{result} {check.kind}: {check.text}")
             if check.advice:
                 lines.append(f"      Try: {check.advice}")
         tests = _table.counted(len(self.checks), "test")
@@ -188,9 +191,11 @@ def _of_chains(
         if reason := chains.misfit(part):
             got, advice = f"batch {number}, which {reason}", _checks.advice_on_single(batches)
             _check.fail("check", "batch", _checks.USABLE, got, advice)
-    test = _checks.amount(batches, chains.counted) if is_whole else None
-    if test := test or _checks.at_least(batches[0], chains.counted):
-        yield test
+    found = _checks.divisors(batches, chains.counted)
+    test = _checks.amount(batches, chains.counted, found) if is_whole else None
+    yield from filter(
+        None, (_checks.unequal_terms(found), test or _checks.at_least(batches[0], chains.counted))
+    )
     if np.all(np.isfinite(losses)):
         mean = None
         if not others["stochastic"]:
