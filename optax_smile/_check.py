@@ -403,7 +403,10 @@ class Tree(Constraint):
         like: name of an argument declared before, a tree with the same lengths of these axes.
         keys, traced: whether JAX keys and traced arrays pass.
         finite: whether all numbers must be finite.
+        floating: whether all must be floating-point numbers.
         advice: what to do about unequal axes.
+
+    Arrays in another byte order are converted.
     """
 
     text: str = ""
@@ -412,16 +415,20 @@ class Tree(Constraint):
     keys: bool = True
     traced: bool = True
     finite: bool = False
+    floating: bool = False
     advice: str = ""
 
     @property
     def rule(self) -> str:
         if self.axes and not self.text:
-            return f"a tree of arrays {self.axes} with equal leading axes, none of them empty"
+            kind = "floating-point arrays" if self.floating else "arrays"
+            return f"a tree of {kind} {self.axes} with equal leading axes, none of them empty"
         return self.text or "a tree of arrays of numbers"
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         kinds = (jnp.number, jnp.bool_, *(jax.dtypes.prng_key,) * self.keys)
+        kinds = (jnp.floating,) if self.floating else kinds
+        is_swapped = False
         for path, leaf in jax.tree_util.tree_leaves_with_path(value):
             at, is_traced = jax.tree_util.keystr(path), isinstance(leaf, jax.core.Tracer)
             is_known = isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "shape")
@@ -430,6 +437,7 @@ class Tree(Constraint):
             is_known &= not np.ma.is_masked(leaf)
             if not is_known or not any(jnp.issubdtype(_dtype(leaf), one) for one in kinds):
                 fail(where, argument, self.rule, f"{show(leaf)} at {at}" if at else show(leaf))
+            is_swapped |= isinstance(leaf, np.ndarray) and not leaf.dtype.isnative
             is_array = isinstance(leaf, (np.ndarray, jax.Array)) and not is_traced
             # With several processes, all would have to check at the same time.
             if self.finite and is_array and getattr(leaf, "is_fully_addressable", True):
@@ -447,7 +455,13 @@ class Tree(Constraint):
         if rule:
             shapes = cut(f"the shapes {jax.tree.map(np.shape, value)}")
             fail(where, argument, rule, shapes, self.advice)
-        return value
+        return jax.tree.map(native, value) if is_swapped else value
+
+
+def native(leaf: Unchecked) -> Unchecked:
+    """Convert an array of NumPy to the byte order of the machine."""
+    swaps = isinstance(leaf, np.ndarray) and not leaf.dtype.isnative
+    return leaf.astype(leaf.dtype.newbyteorder("=")) if swaps else leaf
 
 
 @dataclass(frozen=True)

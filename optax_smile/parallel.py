@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_smile import _check, _reuse
 from optax_smile._types import Batch, Tree
@@ -103,6 +103,11 @@ def _shardings(
     if mesh is None:
         if specs is not None:
             _check.fail(where, "specs", "None without a mesh", _check.show(specs))
+        for leaf in jax.tree.leaves(tree):
+            given = jax.typeof(leaf).sharding.mesh
+            if AxisType.Explicit in given.axis_types and given.size > 1:
+                got = f"None, but `{argument}` is on the explicit mesh {given}"
+                _check.fail(where, "mesh", "that of the parameters", got)
         return None
     if specs is None:
         return jax.tree.map(lambda _: _chain_sharding(mesh), tree)

@@ -27,6 +27,11 @@ AFTER = (
     " has no learning rate, and its prior replaces weight decay. Only"
     " `optax.clip_by_global_norm` may come before it."
 )
+# Advice about leaves that a wrapper hides from the sampler.
+AT_REST = (
+    "Optax adds their raw gradients to them. Use"
+    ' `optax.partition({"sampled": sampler, "frozen": optax.set_to_zero()}, labels)`.'
+)
 
 
 class LastUpdate(NamedTuple):
@@ -253,6 +258,28 @@ def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
     return states[0]
 
 
+def check_place(where: str, argument: str, state: Tree, params: Tree = None):
+    """Require a sampler that sees leaves of `params` as they are, while the other leaves rest."""
+    sampled = getattr(find(state, where, argument), "like_params", None)
+    if params is not None and _tree.leaves_like(sampled, params) is None:
+        rule, got = "one that gets the leaves of `params` as they are", "one in `optax.flatten`"
+        _check.fail(where, argument, rule, got, "Leave out `optax.flatten`.")
+
+    def is_wrapper(node: object) -> bool:
+        # The states of the parts of `optax.partition` are in a field of this name.
+        return isinstance(node, optax.MaskedState) or hasattr(node, "inner_states")
+
+    def is_hidden(node: object) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    nodes = jax.tree.leaves(_without_variables(state), is_leaf=is_wrapper)
+    masked = [node for node in nodes if isinstance(node, optax.MaskedState)]
+    hidden = [*filter(is_hidden, jax.tree.leaves(sampled, is_leaf=is_hidden))]
+    if hidden and len(masked) == 1 and samplers(masked[0]):
+        rule, got = "one beside which the other leaves rest", "one in `optax.masked` alone"
+        _check.fail(where, argument, rule, got, AT_REST)
+
+
 def check_format(where: str, argument: str, state: SamplerState):
     """Require the format of this version; a number that the device still computes passes."""
     number = getattr(state, "state_format", STATE_FORMAT)
@@ -371,6 +398,7 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
         [1.0, 1.0]
     """
     sampler = find(state, "last_accepted")
+    check_place("last_accepted", "state", state)
     last = sampler.stats()
     if axes := jnp.shape(last.num_gradients):
         rule, remedy = "that of a single chain", "Use `jax.vmap(optax_smile.last_accepted)`."

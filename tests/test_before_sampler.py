@@ -72,6 +72,39 @@ def test_what_leaves_them_is_not(name):
     assert sample(RIGHT[name]).num_draws == 3
 
 
+ADDED: dict[str, Any] = {
+    "masked": (optax.masked(SAMPLER, {"w": True, "b": False}), "in `optax.masked` alone"),
+    "identity": (
+        optax.partition(PARTS | {"off": optax.identity()}, {"w": "on", "b": "off"}),
+        "added",
+    ),
+    "scaled": (
+        optax.partition(PARTS | {"off": optax.scale(0.5)}, {"w": "on", "b": "off"}),
+        "added",
+    ),
+    "flat": (optax.flatten(SAMPLER), "in `optax.flatten`"),
+}
+BESIDE = optax.partition(PARTS | {"off": optax.adam(1e-3)}, {"w": "on", "b": "off"})
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_gradients_that_a_wrapper_adds_to_other_leaves_are_refused(name):
+    tx, got = ADDED[name]
+    with pytest.raises(ValueError, match=rf"`sample\(sampler=...\)` must be .*, got one .*{got}"):
+        sample(tx)
+    params: Any = {"w": jnp.ones(SIZE), "b": jnp.zeros(())}
+    if name in ("identity", "scaled"):
+        found = optax_smile.check(mean_loss, params, [*BATCHES], tx).findings
+        assert [x.kind for x in found] == ["other leaves"]
+    if name == "masked":
+        with pytest.raises(ValueError, match=r"`last_accepted\(state=...\)` must .*set_to_zero"):
+            optax_smile.last_accepted(tx.init(params), params)
+
+
+def test_an_optimizer_of_other_leaves_is_not():
+    assert sample(BESIDE).num_draws == 3
+
+
 @pytest.mark.parametrize("norm, share", [(1.0, r"\d+\.\d%"), nightly(0.05, r"100\.0%")])
 def test_a_clip_that_acts_is_told_with_its_share(norm, share):
     """Also where it shortens every gradient, so that none shows that it is a clip."""

@@ -172,8 +172,80 @@ def test_auxiliary_state_follows_the_accepted_points():
     np.testing.assert_allclose(got.trace["start_loss"][0], expected * 8, rtol=1e-6)
 
 
+def running(params, batch, *, aux):
+    """The variance of a single example is not a number; the loss is finite."""
+    mean = batch[0].mean()
+    return mean_loss(params, batch), {"calls": aux["calls"] + 1, "mean": aux["mean"] + mean}
+
+
+def broken(params, batch, *, aux):
+    value, new = running(params, batch, aux=aux)
+    return value, new | {"mean": jnp.where(batch[1][0] > 9, jnp.nan, new["mean"])}
+
+
+def test_auxiliary_state_keeps_its_last_finite_numbers():
+    """The step is rejected and counted apart: no gradient is at fault, and no step shorter."""
+    rows: Any = regression(8)
+    rows[4] = rows[4][0], rows[4][1].copy()
+    rows[4][1][0] = 10
+    begun = {"calls": jnp.zeros(CHAINS, int), "mean": jnp.zeros(CHAINS)}
+    given: dict[str, Any] = {"batches": rows, "num_warmup": 0, "num_draws": 16, "thin": 1}
+    said = r"^`sample`: `aux` would not be finite at \['mean'\] after 12\.50% of the calls"
+    for sampler in (quiet(), optax_smile.sgld(1e-3, num_data=NUM_DATA, key=0)):
+        got = runs.warned(said, run, loss=broken, sampler=sampler, aux=begun, **given)
+        assert np.isfinite(got.params["aux"]["mean"]).all()
+        assert got.params["aux"]["calls"][0].tolist() == [
+            1,
+            2,
+            3,
+            4,
+            4,
+            *range(5, 12),
+            11,
+            12,
+            13,
+            14,
+        ]
+        assert not got.trace["num_nonfinite"].any() and not got.trace["accepted"][:, 4].any()
+        np.testing.assert_array_equal(
+            got.params["params"]["w"][:, 4], got.params["params"]["w"][:, 3]
+        )
+    adam = optax.adam(1e-2)
+    with (
+        pytest.warns(UserWarning, match=said),
+        pytest.warns(UserWarning, match="no.* posterior|not post"),
+    ):
+        run(loss=broken, sampler=adam, aux=begun, **given)
+    lost = {"calls": begun["calls"], "mean": begun["mean"] * jnp.nan}
+    rule = r"`sample\(aux=...\)` must be finite after a call of `loss_fn`, got .* \['mean'\]"
+    with pytest.raises(ValueError, match=rule):
+        run(loss=running, sampler=quiet(), aux=lost)
+    one = jax.tree.map(lambda x: x[0], (runs.start(), begun))
+    report = optax_smile.check(broken, one[0], rows, quiet(), aux=one[1])
+    assert [x.kind for x in report.findings] == ["auxiliary state"]
+
+
+def test_keys_in_an_auxiliary_state_are_refused():
+    aux = {"key": jax.random.split(jax.random.key(0), CHAINS)}
+    with pytest.raises(
+        ValueError, match=r"`sample\(aux=...\)` must be .* as `key=`.* at \['key'\]"
+    ):
+        run(loss=running, aux=aux)
+
+
+def test_parameters_are_floating_point_numbers_in_any_byte_order():
+    start = jax.tree.map(np.asarray, runs.start())
+    with pytest.raises(
+        ValueError, match=r"`sample\(params=...\)` must be .* got int32.* at \['n'\]"
+    ):
+        run(params={**start, "n": np.zeros(CHAINS, np.int32)})
+    swapped = jax.tree.map(lambda x: x.astype(">f4"), start)
+    runs.assert_same_bits(run(params=swapped), run())
+
+
 def test_settings_hold_what_was_not_given_and_what_is_injected(tmp_path):
     labels = {"w": "sampled", "b": "still"}
+    still = optax.masked(optax.set_to_zero(), {"w": False, "b": True})
     injected: Any = optax.inject_hyperparams(optax_smile.sgld, static_args=("key",))
 
     def settings_of(tx) -> dict[str, Any]:
@@ -184,7 +256,7 @@ def test_settings_hold_what_was_not_given_and_what_is_injected(tmp_path):
     for name, tx in (
         ("smile", quiet()),
         ("smile", optax.chain(optax.clip_by_global_norm(1.0), quiet())),
-        ("smile", optax.masked(quiet(), {"w": True, "b": False})),
+        ("smile", optax.chain(optax.masked(quiet(), {"w": True, "b": False}), still)),
         ("smile", optax.partition({"sampled": quiet(), "still": optax.set_to_zero()}, labels)),
         ("sgld", injected(0.02, num_data=NUM_DATA, key=0)),
     ):

@@ -1,5 +1,6 @@
 """A deep ensemble: best weights, resuming, and chains from weights that are trained already."""
 
+import itertools
 import re
 from functools import partial
 from signal import SIGINT, SIGTERM, getsignal
@@ -271,6 +272,59 @@ def test_jitter_is_relative_to_each_array_of_each_chain():
     assert np.all(abs(rows.mean(axis=1) / 0.01) < 5 / np.sqrt(size))
     assert np.all(abs(np.corrcoef(rows) - np.eye(8)) < 5 / np.sqrt(size))
     np.testing.assert_array_equal(chains["zero"], np.zeros((4, size)))
+
+
+def test_a_number_of_steps_makes_an_epoch_of_an_endless_loader(tmp_path):
+    """Each epoch goes on where the last one stopped, also when the training resumes."""
+
+    def endless():
+        for number in itertools.count():
+            yield TARGET + number % 3
+
+    given: dict[str, Any] = {
+        "num_members": 1,
+        "steps_per_epoch": 2,
+        "init": lambda key: {"w": 0 * TARGET},
+    }
+    whole = train(endless(), num_epochs=3, **given)["w"]
+    listed = [TARGET, TARGET + 1, TARGET + 2] * 2
+    np.testing.assert_array_equal(
+        whole, train(listed, num_epochs=1, **given | {"steps_per_epoch": 6})["w"]
+    )
+    np.testing.assert_array_equal(whole, train(listed[:3], num_epochs=3, **given)["w"])
+    train(endless(), num_epochs=1, directory=tmp_path, **given)
+    np.testing.assert_array_equal(
+        whole, train(endless(), num_epochs=3, directory=tmp_path, **given)["w"]
+    )
+
+
+def test_weights_that_do_not_change_do_not_improve_by_chance():
+    """The loss is random, as with dropout; its validation is the same in each epoch."""
+
+    def loss(params, batch, *, key):
+        return mean_loss(params, batch) + jax.random.normal(key)
+
+    read = runs.Watched([TARGET], lambda number: None)
+    train(
+        read,
+        loss,
+        num_epochs=20,
+        patience=3,
+        validation=TARGET,
+        stochastic=True,
+        optimizer=optax.sgd(0.0),
+    )
+    assert read.number == 4
+
+
+def test_auxiliary_state_keeps_its_last_finite_numbers():
+    def loss(params, batch, *, aux):
+        return mean_loss(params, batch), {"sum": aux["sum"] + jnp.where(batch[0] > 5, jnp.nan, 1)}
+
+    batches, aux = [TARGET, TARGET + 9], {"sum": jnp.zeros(3)}
+    told = r"^`warmstart`: `aux` was not finite at \['sum'\] after 2 steps\. It keeps its last"
+    best = warned(told, train, batches, loss, aux=aux, num_epochs=2)
+    assert best["aux"]["sum"].tolist() == [2.0] * 3
 
 
 def test_auxiliary_state_is_that_of_the_best_epoch_and_keys_are_fresh():

@@ -16,7 +16,7 @@ from optax_smile import _check, _on_host, _reuse, _settings, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile.chains import _checks
 from optax_smile.diagnostics.findings import Check
-from optax_smile.state import find, last_accepted, stats
+from optax_smile.state import check_place, find, last_accepted, stats
 
 # Entries of the trace besides the statistics of the sampler.
 LOSSES = ("loss", "start_loss")
@@ -75,9 +75,10 @@ class Chains:
             state=parallel.init(sampler, params, mesh=mesh, specs=specs, key=sampler_key),
             aux=None if aux is None else parallel.place(aux, mesh=mesh),
             key=None if loss_key is None else parallel._split_key(loss_key, self.number, mesh=mesh),
-            gradients=parallel.place(_checks.no_gradients(self.number), mesh=mesh),
+            gradients=parallel.place(_checks.no_gradients(self.number, aux), mesh=mesh),
             **parallel.place(dict.fromkeys(LOSSES, jnp.zeros(self.number)), mesh=mesh),
         )
+        check_place("sample", "sampler", chains.state, params)
         self.gradients_per_step = find(chains.state, "sample", "sampler").gradients_per_step
         # In `optax.MultiSteps` the sampler gets one gradient for several calls.
         self.accumulates = bool(optax.tree.get_all_with_path(chains.state, "mini_step"))
@@ -96,7 +97,10 @@ class Chains:
         self._record = _compiled(_record_of_chain, mesh)
         self.loss = loss
         number = (self.settings or {}).get("num_data")
-        self.counted = _checks.Counted(number, per_chain, loss, self.like)
+        # Otherwise the loss may need arrays that are spread over devices.
+        self._is_read = specs is None and (mesh is None or parallel.DATA not in mesh.shape)
+        readable = loss if self._is_read else None
+        self.counted = _checks.Counted(number, per_chain, readable, self.like)
         self._losses = _checks.Losses("sample", loss, self.number, per_chain, mesh, hint)
         self._draw = _compiled(_draw_of_chain, mesh)
 
@@ -162,7 +166,8 @@ class Chains:
             return
         one = jax.tree.map(lambda x: x[0], batch) if self.per_chain else batch
         has_log_prior = (self.settings or {}).get("log_prior") is not None
-        yield from _checks.check_leaves(self.loss, self.like, one, has_log_prior)
+        if self._is_read:
+            yield from _checks.check_leaves(self.loss, self.like, one, has_log_prior)
         if self.mesh is None:
             given = self.loss, self.tree, self.losses, batch, self.per_chain
             yield from _checks.check_program(*given)
@@ -234,13 +239,17 @@ def _call_of_chain(
             """Compute the loss for the line search of an optimizer."""
             return loss(params, chain.aux, used, batch)[0]
 
-        given = {"value": value, "value_fn": value_fn}
+        aux, are_lost = _checks.keep_finite(aux, chain.aux, value)
+        given: dict[str, Tree] = {"value": value, "value_fn": value_fn}
+        if are_lost is not None:
+            given["reject"] = jnp.any(are_lost)
         updates, state = sampler.update(grads, chain.state, chain.params, **given)
         sampler_state = find(state, "sample", "sampler")
         now, value = sampler_state.stats(), value.astype(chain.loss.dtype)
         before = stats(chain.state).num_gradients
         is_first = now.num_gradients == 1
-        record = _checks.record_gradient(chain.gradients, grads, value, before, sampler_state)
+        past = _checks.count_others(chain.gradients, grads, updates, sampler_state, are_lost)
+        record = _checks.record_gradient(past, grads, value, before, sampler_state)
         return Chain(
             params=optax.apply_updates(chain.params, updates),
             state=state,

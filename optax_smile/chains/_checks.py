@@ -20,7 +20,7 @@ from optax_smile._types import Batch, Options, Tree
 from optax_smile._warn import warn
 from optax_smile.diagnostics.findings import Check, chooser
 from optax_smile.potential import Potential, excess_loss, least_excess_loss
-from optax_smile.state import MOST_RISE, SamplerState, find
+from optax_smile.state import AT_REST, MOST_RISE, SamplerState, find
 
 # Losses `[chain]` of a batch, at the parameters of the chains or at others.
 ChainLosses: TypeAlias = Callable[..., jax.Array]
@@ -44,6 +44,9 @@ CONSTANT = 1e-3
 MOST_ALTERED = 0.01  # Share of the calls that may look altered by accident.
 # Share of the calls with a clipped or non-finite gradient above which to warn.
 MOST_CLIPPED, MOST_NONFINITE_CALLS = 0.01, 0.001
+LOST = "These steps were rejected, and `aux` stays as it was. Are there batches of one example?"
+# Fewer calls that move leaves uphill may be an accident.
+LEAST_UPHILL = 8
 BEFORE = (
     "Remove what comes before the sampler. A sampler has no learning rate, and its prior replaces"
     " weight decay. Only `optax.clip_by_global_norm` may go before it."
@@ -105,7 +108,9 @@ def warn_if_failed(where: str, check: Check | None):
 
 
 STACK = "Stack a list of networks: `chains_from_weights([params, ...], num_chains=4, key=0)`."
-STARTS = dataclasses.replace(parallel.STACKED, advice=STACK)
+STARTS = dataclasses.replace(parallel.STACKED, floating=True, advice=STACK)
+WITHOUT_KEYS = "a tree of arrays of numbers [chain, ...]; a `stochastic` loss gets keys as `key=`"
+AUX = dataclasses.replace(parallel.STACKED, text=WITHOUT_KEYS, keys=False)
 
 # The loss.
 
@@ -246,6 +251,8 @@ def reading(function: str, *given: Tree) -> Tree:
 
     It reads programs of JAX, whose parts change from version to version.
     """
+    if given[0] is None:
+        return None
     try:
         from optax_smile.chains import _program
 
@@ -275,7 +282,7 @@ def check_program(
 
 def skipped(kind: str) -> Check:
     """Name a test that was not made, with a bound of NaN."""
-    text = "this version of JAX writes the program of `loss_fn` in a form that is not known."
+    text = "the program of `loss_fn` cannot be read with this version of JAX."
     return judge(kind, (), math.nan, True, text, "")
 
 
@@ -410,7 +417,7 @@ class Counted(NamedTuple):
 
     number: object
     per_chain: bool
-    loss: FullLoss
+    loss: FullLoss | None  # None if its program is not to be read.
     like: Tree
 
 
@@ -538,8 +545,8 @@ def divisors(batches: Sequence[Batch], counted: Counted) -> Divisors | None:
         batch = jax.tree.map(lambda x: x[0], batch) if per_chain else batch
         shapes = str(jax.tree.map(jnp.shape, batch))
         if shapes not in programs:
-            program = traced(loss, like.params, like.aux, like.key, batch)
-            found = program and rows and reading("mean_of", program, batch)
+            program = traced(loss, like.params, like.aux, like.key, batch) if loss else None
+            found = reading("mean_of", program, batch) if rows else None
             if not found:
                 return None
             programs[shapes] = found[0], _reuse.Program(found[1])
@@ -604,20 +611,68 @@ class Gradients(NamedTuple):
     shorter_ratios: jax.Array  # Smallest and largest ratio of the shorter ones, `[2]`.
     shorter_norms: jax.Array  # Smallest and largest norm of the shorter ones, `[2]`.
     changed_ratio: jax.Array  # Ratio of the last changed one, NaN if its direction differs.
+    num_uphill: jax.Array  # Calls that moved the other leaves along the gradient.
+    num_lost: jax.Array | None  # Calls that made an array of `aux` non-finite, `[array]`.
 
 
-def no_gradients(number: int) -> Gradients:
+def no_gradients(number: int, aux: Tree) -> Gradients:
     """Return the record before the first call, arrays `[chain, ...]`."""
     ends = jnp.tile(jnp.array([jnp.inf, -jnp.inf], jnp.float32), (number, 1))
-    counters = [name for name in Gradients._fields if name.startswith("num_")]
+    counters = {name for name in Gradients._fields if name.startswith("num_")} - {"num_lost"}
+    arrays = len(jax.tree.leaves(aux))
+    lost = jnp.zeros((number, arrays), jnp.int32) if arrays else None
     return Gradients(
         **dict.fromkeys(counters, jnp.zeros(number, jnp.int32)),
+        num_lost=lost,
         starts_finite=jnp.ones(number, bool),
         pending=jnp.zeros((number, _tree.FINGERPRINT), jnp.float32),
         shorter_ratios=ends,
         shorter_norms=ends,
         changed_ratio=jnp.full(number, jnp.nan, jnp.float32),
     )
+
+
+def keep_finite(new: Tree, old: Tree, value: jax.Array) -> tuple[Tree, jax.Array | None]:
+    """Return an auxiliary state, or the old one if numbers are lost, and which arrays lose some.
+
+    A number is lost if it becomes NaN or infinite. The flags are `[array]`, None without arrays.
+    They are false where the loss `value` is not finite either.
+    """
+
+    def loses(x: jax.Array, y: jax.Array) -> jax.Array:
+        return ~jnp.all(jnp.isfinite(x) | (x == y)) if _tree.is_floating(x) else jnp.zeros((), bool)
+
+    flags = jax.tree.leaves(jax.tree.map(loses, new, old))
+    if not flags:
+        return new, None
+    are_lost = jnp.stack(flags)
+    return optax.tree.where(jnp.any(are_lost), old, new), are_lost & jnp.isfinite(value)
+
+
+def count_others(
+    past: Gradients,
+    grads: optax.Updates,
+    updates: optax.Updates,
+    state: SamplerState,
+    are_lost: jax.Array | None,
+) -> Gradients:
+    """Count arrays of `aux` that lose numbers, and raw gradients of leaves that do not move.
+
+    `optax.masked` passes these on as updates.
+    """
+    if are_lost is not None and past.num_lost is not None:
+        past = past._replace(num_lost=_tree.count(past.num_lost, are_lost))
+    received = state.last_received()
+    seen = {*_names(grads if received is None else received[0])}
+    pairs = zip(_names(grads), jax.tree.leaves(grads), jax.tree.leaves(updates), strict=True)
+    others = [(g, u) for name, g, u in pairs if name not in seen]
+    if not others:
+        return past
+    raw, moves = map(list, zip(*others, strict=True))
+    along = _tree.inner(raw, moves)
+    length = jnp.sqrt(_tree.inner(raw, raw) * _tree.inner(moves, moves))
+    is_uphill = (along > 0) & (along > (1 - CONSTANT) * length)
+    return past._replace(num_uphill=_tree.count(past.num_uphill, is_uphill))
 
 
 def record_gradient(
@@ -682,13 +737,44 @@ def _compare(past: Gradients, received: jax.Array, accepted: jax.Array) -> Gradi
     )
 
 
-def check_gradients(where: str, seen: Gradients, are_compared: bool):
-    """Require finite gradients at the start, which the sampler receives; a clip may act on them."""
+def adds_gradients(seen: Gradients) -> bool:
+    """Whether leaves that are not sampled move along their gradients, uphill."""
+    calls = np.maximum(seen.num_calls - seen.num_nonfinite_calls, LEAST_UPHILL)
+    return bool(np.any(seen.num_uphill > 0.9 * calls))
+
+
+def check_aux(seen: Gradients, aux: Tree) -> Check | None:
+    """Find arrays of an auxiliary state that lose numbers; None without any."""
+    if (lost := seen.num_lost) is None:
+        return None
+    share = float(np.max(lost, initial=0)) / max(int(np.max(seen.num_calls, initial=0)), 1)
+    at = listed(aux, np.any(lost, axis=0))
+    text = f"`aux` would not be finite at {at} after {share:.2%} of the calls of `loss_fn`."
+    return _of_share("auxiliary state", share, 0.0, text, LOST)
+
+
+def listed(tree: Tree, flags: np.ndarray) -> str:
+    return ", ".join(name for name, flag in zip(_names(tree), flags, strict=True) if flag)
+
+
+def check_gradients(where: str, seen: Gradients, are_compared: bool, aux: Tree):
+    """Require finite gradients at the start, which the sampler receives; a clip may act on them.
+
+    Nor may `aux` always be lost.
+    """
     lost = np.flatnonzero(~seen.starts_finite).tolist()
     if lost:
         rule = "a start at which the gradients of every chain are finite"
         advice = f"{NOT_FINITE} A loss may be finite where its gradient is not."
         _check.fail(where, "params", rule, f"nan or inf in the chains {lost}", advice)
+    if seen.num_lost is not None:
+        always = np.any(seen.num_lost == seen.num_calls[:, None], axis=0)
+        if np.any(always & np.any(seen.num_calls)):
+            got = f"nan or inf at {listed(aux, always)} after every call of `loss_fn`"
+            _check.fail(where, "aux", "finite after a call of `loss_fn`", got)
+    if adds_gradients(seen):
+        rule = "one beside which the other leaves rest or are optimized"
+        _check.fail(where, "sampler", rule, "one beside which their gradients are added", AT_REST)
     if are_compared and (how := changed(seen)):
         rule = "a chain in which the sampler receives the gradients of the loss"
         _check.fail(where, "sampler", rule, f"gradients {how}", BEFORE)

@@ -66,10 +66,11 @@ def as_sampler(
         )
 
     def update(updates, state, params: Tree = None, **given):
-        given["grad"] = updates
+        given["grad"], reject = updates, given.pop("reject", False)
         moves, inner = optimizer.update(updates, state.optimizer, params, **given)
-        accepted = _tree.all_finite(optax.apply_updates(params, moves))
-        is_sound = accepted & _tree.all_finite((updates, given.get("value")))
+        is_finite = _tree.all_finite(optax.apply_updates(params, moves))
+        is_sound = is_finite & _tree.all_finite((updates, given.get("value")))
+        accepted = is_finite & ~jnp.asarray(reject)
         still = jax.tree.map(jnp.zeros_like, moves)
         return optax.tree.where(accepted, moves, still), state._replace(
             optimizer=optax.tree.where(accepted, inner, state.optimizer),

@@ -17,7 +17,7 @@ from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile.chains import _checks
 from optax_smile.chains._chains import Chains
 from optax_smile.diagnostics.findings import Check
-from optax_smile.state import AFTER, samplers
+from optax_smile.state import AFTER, AT_REST, samplers
 
 # Most batches that are read, fewest updates, and fewest gradients that the sampler receives.
 MOST_BATCHES, LEAST_CALLS, LEAST_RECEIVED = 256, 8, 3
@@ -221,6 +221,8 @@ def _of_chains(
             broken.append(calls)
         calls += 1
     yield from _of_calls(stats, seen, broken)
+    if found := _checks.check_aux(seen, chains.like.aux):
+        yield found
     if found := _checks.check_step_size(chains.settings, chains.tree.state):
         yield found
 
@@ -239,6 +241,9 @@ def _of_calls(
     yield _checks.judge("before the sampler", (), 0.0, not how, text, _checks.BEFORE)
     if not how:
         yield _checks.check_clips(seen)
+    text = "leaves that are not sampled move along their gradients."
+    if _checks.adds_gradients(seen):
+        yield _checks.judge("other leaves", (), 0.0, False, text, AT_REST)
     altered, calls = (int(np.sum(stats[name])) for name in ("num_altered", "num_gradients"))
     text = f"{altered} of {calls} updates were changed."
     yield _checks.judge("after the sampler", (float(altered),), 0.0, not altered, text, AFTER)

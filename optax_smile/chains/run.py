@@ -92,7 +92,7 @@ class Run:
         batches=_check.BATCHES,
         sampler=_check.TRANSFORMATION,
         key=_check.Key(needed=True),
-        aux=parallel.STACKED | None,
+        aux=_checks.AUX | None,
         batch_per=_check.OneOf(BatchPer),
         steps_per_dispatch=_check.Whole(1),
         mesh=parallel.MESH,
@@ -356,6 +356,9 @@ class Run:
             # A process may hold no chain.
             for check in (_checks.check_finite(seen), _checks.check_clips(seen)):
                 _checks.warn_if_failed(self.where, check)
+        if self._gradients is not None:
+            lost = _checks.check_aux(self._gradients, self._chains.like.aux)
+            _checks.warn_if_failed(self.where, lost)
         draws = self._kept.result()
         draws.interrupted = self._interrupted
         return draws
@@ -453,7 +456,8 @@ class Run:
     def _tick(self, step: int, is_place: bool, trace: bool):
         """Check what the chains did, and keep their statistics and, at its place, a draw."""
         self._stats, self._gradients = self._chains.record()
-        _checks.check_gradients("sample", self._gradients, not self._is_optimizer)
+        aux = self._chains.like.aux
+        _checks.check_gradients("sample", self._gradients, not self._is_optimizer, aux)
         if altered := np.flatnonzero(self._stats["is_altered"]).tolist():
             rule = "a sampler whose updates are applied unchanged"
             number, calls = (self._stats[x][altered[0]] for x in ("num_altered", "num_gradients"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, cast
 
@@ -25,6 +27,7 @@ from optax_smile.chains import _checks, _directory, _host
 # trained networks by about .01 nats, at most .05 (energy, concrete, diabetes); 0.1 changes it by up
 # to 2.
 JITTER = 0.01
+KEPT = "It keeps its last finite numbers. Are there batches of one example?"
 INIT_RULE = "a function of (key) that returns floating-point parameters"
 
 
@@ -39,6 +42,7 @@ class Members(NamedTuple):
     best: Tree  # Parameters and auxiliary state with the smallest validation loss so far.
     best_loss: jax.Array  # This loss.
     stale: jax.Array  # Epochs since then, int32.
+    num_lost: jax.Array | None  # Steps that made an array of `aux` non-finite, `[member, array]`.
 
 
 Step: TypeAlias = Callable[[Members, Batch], Members]
@@ -51,8 +55,9 @@ Step: TypeAlias = Callable[[Members, Batch], Members]
     num_members=_check.Whole(1),
     key=_check.Key(needed=True),
     num_epochs=_check.Whole(1),
+    steps_per_epoch=_check.Whole(1) | None,
     patience=_check.Whole(1),
-    aux=parallel.STACKED | None,
+    aux=_checks.AUX | None,
     mesh=parallel.MESH,
     specs=parallel.SPECS,
     directory=_check.PathLike() | None,
@@ -68,6 +73,7 @@ def warmstart(
     num_members: int,
     key: jax.Array | int,
     num_epochs: int = 100,
+    steps_per_epoch: int | None = None,
     validation: Batch = None,
     patience: int = 10,
     aux: Tree = None,
@@ -87,13 +93,16 @@ def warmstart(
         init_fn: `init_fn(key)` returns the initial parameters of a member.
         batches: iterable of batches. `warmstart` iterates over it once per epoch. Each new batch
             shape causes a compilation.
+        steps_per_epoch: batches per epoch, >= 1, for a loader that never ends: the next epoch goes
+            on where the last one stopped. None: all.
         optimizer: any Optax optimizer whose `update` needs no extra argument except `value` (L-BFGS
             needs more). Its schedules advance with every batch.
         num_members: number of members, >= 1.
         key: JAX key or seed; each member gets its own initial parameters.
         num_epochs: largest number of epochs, >= 1.
         validation: a batch. `warmstart` computes the loss of each member on it after each epoch,
-            and returns the weights with the smallest loss. None: it returns the last weights.
+            with the same key if it is `stochastic`, and returns the weights with the smallest loss.
+            None: it returns the last weights.
         patience: >= 1. A member is finished after this many epochs in a row without a smaller
             validation loss. The training ends when all members are finished.
         directory: directory for checkpoints, which are written at the end of epochs. A call with
@@ -167,7 +176,16 @@ def warmstart(
         "key": np.asarray(jax.random.key_data(typed)).tolist(),
         "validation": None if batch is None else str(batch),
         "batches": _directory.describe_batches("warmstart", batches),
+        "steps_per_epoch": steps_per_epoch,
     }
+    stream = None if steps_per_epoch is None else _host.Stream(batches)
+
+    def of_epochs(number: int) -> Iterable[Batch]:
+        """Return the batches of a number of epochs."""
+        if stream is None:
+            return chain.from_iterable(batches for _ in range(number))
+        return islice(stream, number * cast(int, steps_per_epoch))
+
     with ExitStack() as closing:
         if directory is not None:
             folder = Path(directory)
@@ -182,15 +200,14 @@ def warmstart(
         first_epoch = epoch
         if epoch < num_epochs and not _are_done(members, patience):
             # To the order that a shuffled pass has next; passes over a list are all equal.
-            for _ in range(0 if isinstance(batches, Sequence) else epoch):
-                for _ in batches:
-                    pass
+            if stream is not None or not isinstance(batches, Sequence):
+                collections.deque(of_epochs(epoch), maxlen=0)
         elif epoch:
             what = f"Its {num_members} members, trained for {epoch} epochs, are returned."
             warn(f"`warmstart`: the training in {directory} is finished. {what}")
         while epoch < num_epochs and not signal and not _are_done(members, patience):
             num_batches, copies = 0, not isinstance(batches, (list, tuple))
-            for num_batches, given in enumerate(batches, 1):
+            for num_batches, given in enumerate(of_epochs(1), 1):
                 batch = _on_host.as_numeric("warmstart", "batches", given, copy=copies)
                 if epoch == 0 and num_batches == 1:
                     losses.check(members, batch)
@@ -234,6 +251,9 @@ def warmstart(
         rule, got = "finite for every member after some epoch", f"never so for the members {lost}"
         advice = "Are the batches and `validation` finite? Try a smaller learning rate."
         _check.fail("warmstart", "loss_fn", rule, got, advice)
+    if members.num_lost is not None and np.any(lost := _on_host.local(members.num_lost)):
+        at = _checks.listed(aux, np.any(lost, axis=0))
+        warn(f"`warmstart`: `aux` was not finite at {at} after {np.max(lost)} steps. {KEPT}")
     return members.best["params"] if aux is None else members.best
 
 
@@ -265,7 +285,7 @@ def _begin(
     own = parallel._shardings("warmstart", shapes, mesh, specs, "params")
     compiled = partial(jax.jit, out_shardings=own)
     params = _reuse.Program(parallel.over_chains(init_fn, mesh=mesh), compiled, mesh)(keys)
-    unknown = np.full(num_members, np.inf, _tree.dtype(params))
+    unknown, arrays = np.full(num_members, np.inf, _tree.dtype(params)), len(jax.tree.leaves(aux))
 
     def copy(tree: Tree) -> Tree:
         return None if tree is None else parallel.place(tree, mesh=mesh)
@@ -279,6 +299,7 @@ def _begin(
         best={"params": parallel.place(params, mesh=mesh, specs=specs), "aux": copy(aux)},
         best_loss=copy(unknown),
         stale=copy(np.zeros(num_members, np.int32)),
+        num_lost=copy(np.zeros((num_members, arrays), np.int32) if arrays else None),
     )
 
 
@@ -296,13 +317,18 @@ def _steps(
         (value, aux), grads = value_and_grad(member.params, member.aux, used, batch)
         updates, state = optimizer.update(grads, member.state, member.params, value=value)
         params = optax.apply_updates(member.params, updates)
-        return member._replace(params=params, state=state, aux=aux, key=key, loss=value)
+        aux, are_lost = _checks.keep_finite(aux, member.aux, value)
+        lost = member.num_lost
+        lost = lost if are_lost is None or lost is None else _tree.count(lost, are_lost)
+        member = member._replace(params=params, state=state, aux=aux, num_lost=lost)
+        return member._replace(key=key, loss=value)
 
     def judge(member: Members, batch: Batch) -> Members:
         value = member.loss
         if not keeps_last:
-            # The next step splits the key in two.
-            used = None if member.key is None else jax.random.fold_in(member.key, 2)
+            # With another one, unchanged weights would have another loss.
+            kind = None if member.key is None else jax.random.key_impl(member.key)
+            used = None if kind is None else jax.random.key(_checks.SEED, impl=kind)
             value, _ = loss(member.params, member.aux, used, batch)
         better = (value < member.best_loss) & (member.stale < patience) | keeps_last
         now = {"params": member.params, "aux": member.aux}

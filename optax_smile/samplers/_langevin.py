@@ -148,7 +148,7 @@ class Langevin(Dynamics):
         given = square if call.value is None else jnp.stack([square, call.value])
         length, last_length = self.step_size(state.num_steps), before.step_length
         is_finite = jnp.all(jnp.isfinite(given)) & jnp.greater_equal(length, 0)
-        guard, reject = rejection.judge(state.guardrail, is_finite)
+        guard, reject = rejection.judge(state.guardrail, is_finite, is_refused=call.reject)
         length = jnp.asarray(
             length * before.step_size_factor * guard.step_backoff, last_length.dtype
         )

@@ -158,7 +158,7 @@ class Microcanonical(Dynamics):
         before, scaling = state.dynamics.momentum, state.dynamics.preconditioner
         key, noise_key = self.split(state.key)
         noise = None if noise_key is None else _tree.isotropic_like(noise_key, call.params)
-        posterior, updates, passed, params, _ = call
+        posterior, updates, passed, params, *_ = call
         gradient = potential.gradient(posterior, updates, params)
         inverse_scale, u = scale.inverse_of(scaling), before.direction
         whitened = scale.whiten(scaling, gradient)
@@ -204,7 +204,8 @@ class Microcanonical(Dynamics):
         error = evidence.energy_error(posterior, history.open_step, end, sums, call.value)
         is_outlier = history.energies.is_outlier(error, self.reject_quantile)
         base = jnp.asarray(self.step_size(state.num_steps), before.step_length.dtype)
-        guard, reject = rejection.judge(state.guardrail, error.all_finite & (base >= 0), is_outlier)
+        is_finite = error.all_finite & (base >= 0)
+        guard, reject = rejection.judge(state.guardrail, is_finite, is_outlier, call.reject)
         probed = probe.look(state.probe, call.params, reading.entries_moved, reject)
         reject = _xla.after(reject, probed.altered_share)
 

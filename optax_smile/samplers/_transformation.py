@@ -135,6 +135,7 @@ def _update(dynamics: Dynamics, run: Callable) -> Callable:
         *,
         value: Unchecked = None,
         loss: Unchecked = None,
+        reject: jax.Array | None = None,
         **others: Unchecked,
     ) -> tuple[optax.Updates, PackedState]:
         if params is None:
@@ -150,7 +151,7 @@ def _update(dynamics: Dynamics, run: Callable) -> Callable:
             number = state.unpack().last_update.num_gradients
             if is_concrete(number) and np.any(np.asarray(number) > 0):
                 require_all(where, sampled, known)
-        displacement, after = run(sampled, state, params, value)
+        displacement, after = run(sampled, state, params, value, reject)
         return put_back(displacement, updates), after
 
     update.__qualname__ = where
@@ -164,6 +165,8 @@ class Call(NamedTuple):
         posterior: with the prior's mean of the chain.
         updates, value: gradient and mean loss, with `log_prior` if there is one.
         passed: gradient as the loop passed it, if that is not `updates`.
+        reject: whether the loop rejects the open step, which no counter of the state shows; or
+            None.
     """
 
     posterior: potential.Potential
@@ -171,6 +174,7 @@ class Call(NamedTuple):
     passed: optax.Updates | None
     params: optax.Params
     value: jax.Array | None
+    reject: jax.Array | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -224,7 +228,12 @@ class Dynamics:
         )
 
     def update(
-        self, updates: optax.Updates, packed: PackedState, params: optax.Params, value: Tree
+        self,
+        updates: optax.Updates,
+        packed: PackedState,
+        params: optax.Params,
+        value: Tree,
+        reject: jax.Array | None = None,
     ) -> tuple[optax.Updates, PackedState]:
         """One call, on trees of arrays: gradients and parameters have None for leaves at rest."""
         known = packed.like_params
@@ -243,7 +252,7 @@ class Dynamics:
             posterior = posterior._replace(prior_mean=state.prior_mean)
         passed = None if posterior.log_prior is None else updates
         updates, value = potential.with_log_prior(posterior, updates, value, params)
-        call = Call(posterior, updates, passed, params, value)
+        call = Call(posterior, updates, passed, params, value, reject)
         displacement, after = self.process(call, state._replace(prior_mean=None))
         after = PackedState.pack(after._replace(prior_mean=state.prior_mean))
         # A float64 argument does not widen the state.

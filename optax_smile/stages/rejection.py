@@ -45,12 +45,16 @@ def init(dtype: jnp.dtype) -> GuardrailState:
 
 
 def judge(
-    state: GuardrailState, is_finite: jax.Array, is_outlier: jax.Array | bool = False
+    state: GuardrailState,
+    is_finite: jax.Array,
+    is_outlier: jax.Array | bool = False,
+    is_refused: jax.Array | None = None,
 ) -> tuple[GuardrailState, jax.Array]:
     """Count a call, and decide whether it rejects the open step.
 
     `is_finite` says whether all numbers that the call received are finite and its step size is not
-    negative, `is_outlier` whether the energy error of the step is an outlier.
+    negative, `is_outlier` whether the energy error of the step is an outlier, and `is_refused`
+    whether the loop rejects the step, which is counted there.
     """
     nonfinite_run = jnp.where(is_finite, 0, optax.safe_increment(state.nonfinite_run))
     finite_run = jnp.where(is_finite, optax.safe_increment(state.finite_run), 0)
@@ -64,4 +68,5 @@ def judge(
         finite_run=finite_run,
         step_backoff=backoff.astype(state.step_backoff.dtype),
     )
-    return counted, is_outlier | ~is_finite
+    reject = is_outlier | ~is_finite
+    return counted, reject if is_refused is None else reject | is_refused

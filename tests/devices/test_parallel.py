@@ -316,6 +316,18 @@ def test_warmstart_on_a_mesh(tmp_path):
     assert_spread(shardings_of(finished), mesh, SPECS)
 
 
+def test_parameters_on_an_explicit_mesh_need_it():
+    """The default of `jax.make_mesh` is one."""
+    mesh = jax.make_mesh((8,), ("chain",))
+    params = jax.device_put(jnp.ones((8, 2)), jax.NamedSharding(mesh, jax.P("chain")))
+    for place in (parallel.place, lambda x, **given: parallel.init(optax.adam(0.1), x, **given)):
+        with pytest.raises(
+            ValueError, match=r"mesh=...\)` must be that of the par.* explicit mesh"
+        ):
+            place(params)
+        place(params, mesh=mesh)
+
+
 def test_meshes_and_specs_that_do_not_fit():
     mesh, other = make_mesh((4, 2)), make_mesh((4, 2), names=("model", "data"))
     uneven = {"w": np.ones((4, 2)), "b": np.ones(3)}
