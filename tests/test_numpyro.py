@@ -268,6 +268,15 @@ def counts_outside(y):
     observe(dist.Poisson(rate), jnp.round(9 * y))
 
 
+def test_integers_that_jax_would_wrap_are_refused():
+    rows = np.arange(BATCH) + 2**32
+    with pytest.raises(ValueError, match=r"^`from_numpyro\(batch=.*beyond int32"):
+        from_numpyro(observed_mean, rows, num_data=NUM_DATA)
+    bridge = from_numpyro(observed_mean, np.ones(BATCH, ">f4"), num_data=NUM_DATA)
+    with pytest.raises(ValueError, match=r"^`NumpyroModel.to_arviz\(data=.*beyond int32"):
+        bridge.to_arviz(few_draws(bridge), rows)
+
+
 WRONG: dict[str, Any] = {
     r"num_data=.*the size of the plate 'data', 40, got 400": lambda y: observed_mean(
         y, size=len(y)

@@ -72,10 +72,10 @@ class Snapshots:
 
     @_check.arguments(
         "Snapshots",
-        params=_check.Tree(axes="[chain, draw, ...]", keys=False),
+        params=_checks.Numeric(axes="[chain, draw, ...]", keys=False),
         trace=_check.kind(Mapping, "a dict of arrays [chain, tick]"),
         settings=_check.kind(Mapping, "a dict") | None,
-        start=_check.Tree(),
+        start=_checks.Numeric(),
     )
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Snapshots:
 
     @staticmethod
     @_check.arguments(
-        "Snapshots.from_members", params=_check.Tree(axes="[member, ...]", keys=False)
+        "Snapshots.from_members", params=_checks.Numeric(axes="[member, ...]", keys=False)
     )
     def from_members(params: optax.Params) -> Snapshots:
         """Make snapshots of members `[member, ...]` of `warmstart`, each a chain of one draw."""

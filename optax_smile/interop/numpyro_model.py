@@ -15,7 +15,7 @@ from numpyro import distributions, handlers
 from numpyro.infer import Predictive, init_to_uniform, log_likelihood, util
 from numpyro.primitives import Messenger
 
-from optax_smile import _check
+from optax_smile import _check, _on_host
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile.diagnostics.statistics import with_groups
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
@@ -150,6 +150,7 @@ def from_numpyro(
         >>> bridge.loss_fn({"w": jnp.ones(2)}, batch)
         Array(0.9189385, dtype=float32)
     """
+    batch = _on_host.as_numeric(WHERE, "batch", batch)
     bridge = NumpyroModel(model, plate, num_data, batch)
     if loose := [x for x in jax.tree.leaves(batch) if not np.ndim(x)]:
         remedy = "Bind other arguments of the model with `functools.partial`."
@@ -204,6 +205,7 @@ def _observed(
     bridge: NumpyroModel, sites: Snapshots, data: Batch, key: Tree
 ) -> dict[str, dict[str, np.ndarray]]:
     """Return log likelihoods and draws of the observed sites in the plate."""
+    data = _on_host.as_numeric("NumpyroModel.to_arviz", "data", data)
     (arguments, keywords, _), example = _arguments(bridge, data), _example(bridge)
     latent, given = {name: sites.params[name] for name in example}, dict[str, Any](batch_ndims=2)
     with _check.calling("NumpyroModel.to_arviz", "data", "valid arguments of the model"):
