@@ -22,6 +22,10 @@ from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 WHERE = "from_numpyro"
 DRAWS = _check.kind(Snapshots, "draws of this model from `sample`")
+NETWORK = (
+    "Draw the weights of a network with `numpyro.sample` and pass them to its `apply`, instead of"
+    " `random_flax_module` and its like; or leave NumPyro and give the sampler a `log_prior`."
+)
 # Whether densities or values of two batches are equal but for rounding.
 close = functools.partial(np.allclose, rtol=1e-5, atol=1e-5, equal_nan=True)
 Params = Mapping[str, jax.Array]
@@ -103,7 +107,8 @@ class NumpyroModel:
 
         With `data`, a batch of at most `num_data` examples, the result has the groups
         `log_likelihood`, for `az.loo`, and `posterior_predictive`, one random draw with the `key`
-        for each draw and example: observed sites in the plate, `[chain, draw, example, ...]`.
+        for each draw and example: observed sites in the plate, `[chain, draw, example, ...]`. Their
+        values, for `az.plot_ppc`, are in `observed_data`.
         """
         sites = self.constrain(draws)
         return with_groups(sites, {} if data is None else _observed(self, sites, data, key))
@@ -218,6 +223,7 @@ def _observed(
         predict = Predictive(_Unobserved(model, names), latent, **given)
         drawn = predict(key, *arguments, **keywords)
     groups = {"log_likelihood": densities, "posterior_predictive": drawn}
+    groups["observed_data"] = {x: trace[x]["value"] for x in names}
     return {group: {x: np.asarray(of[x]) for x in names} for group, of in groups.items()}
 
 
@@ -251,7 +257,7 @@ class _Refuse(Messenger):
         if message["type"] in ("param", "mutable", "prng_key"):
             rule = "a model without `numpyro.param`, state or random numbers"
             got = f"the {message['type']} {message.get('name') or ''}".strip()
-            _check.fail(WHERE, "model", rule, got)
+            _check.fail(WHERE, "model", rule, got, NETWORK)
 
 
 def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
