@@ -275,7 +275,7 @@ def counts_outside(y):
 
 
 def random_flax(x, y):
-    net = random_flax_module("net", nn.Dense(1), dist.Normal(0, 1), input_shape=(3,))
+    net: Any = random_flax_module("net", nn.Dense(1), dist.Normal(0, 1), input_shape=(3,))
     observe(dist.Normal(net(x)[:, 0], 1), y)
 
 
@@ -298,7 +298,7 @@ def test_networks_are_written_with_sites_for_their_weights():
             ValueError, match=r"got the param net\$params. Draw the weights .*`apply`"
         ):
             from_numpyro(model, batch, num_data=NUM_DATA)
-    net = nn.Dense(1)
+    net: Any = nn.Dense(1)
     shapes = jax.eval_shape(net.init, jax.random.key(0), batch[0])["params"]
 
     def model(x, y):
