@@ -21,6 +21,13 @@ import optax_smile
 # What a saved model may name. Loading it calls nothing else.
 SAMPLERS = ["psmile", "smile", "sgld", "sghmc", "scale_adapted_sghmc", "cyclical_sgld"]
 SAMPLERS += [f"published.{x}" for x in ("psmile", "smile", "psmile_naive", "smile_naive")]
+# Attributes that Keras sets on an optimizer to change its steps, or around one that it wraps.
+FIXED = {
+    "learning_rate": "The sampler sets its own step size: leave out callbacks such as"
+    " LearningRateScheduler and ReduceLROnPlateau, and pass `step_size` to `Sampler`.",
+    "loss_scale_factor": "With mixed_float16, small gradients are lost and Keras skips steps:"
+    " use mixed_bfloat16 or float32.",
+}
 
 
 @keras.saving.register_keras_serializable(package="optax_smile")
@@ -38,8 +45,19 @@ class Sampler(keras.Optimizer):
         # In an object, since Keras would rebuild tuples and dicts that are attributes.
         self.own = SimpleNamespace(tx=tx, config={"name": name, **given, **arguments})
 
+    def __setattr__(self, name, value):
+        """Refuse what has no effect on a sampler, or a wrong one."""
+        if name in FIXED and hasattr(self, "own"):
+            raise ValueError(f"`Sampler` has no `{name}`. {FIXED[name]}")
+        super().__setattr__(name, value)
+
     def build(self, variables):
         """Start a chain at the current weights."""
+        if wrong := [x.path for x in variables if x.regularizer or x.constraint]:
+            raise ValueError(
+                f"The weights {wrong} have a regularizer, which would be a second prior times"
+                " `num_data`, or a constraint. Remove it, and pass `prior_precision` to `Sampler`."
+            )
         super().build(variables)
         leaves, structure = jax.tree.flatten(self.own.tx.init([x.value for x in variables]))
         of_state = [self.add_variable(x.shape, "zeros", str(x.dtype)) for x in leaves]

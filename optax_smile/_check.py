@@ -551,9 +551,9 @@ def cut(value: object) -> str:
 
 
 def written(value: Unchecked) -> str:
-    """Write a value as code, or describe it if that is long."""
-    text = repr(value)
-    return text if len(text) <= LONGEST else show(value)
+    """Write a value as code, or describe it if that is long, has lines or is an array."""
+    is_array, text = isinstance(value, (np.ndarray, jax.Array)), repr(value)
+    return show(value) if is_array or len(text) > LONGEST or "\n" in text else text
 
 
 NONE = Where("None", lambda value: value is None)

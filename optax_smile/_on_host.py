@@ -9,29 +9,52 @@ import numpy as np
 from optax_smile import _check
 from optax_smile._types import Tree
 
+WIDE = (
+    "Map identifiers to 0, 1, 2, ..., convert other numbers to floating point, or enable 64 bits:"
+    ' jax.config.update("jax_enable_x64", True).'
+)
+
 
 def as_numeric(where: str, argument: str, tree: Tree, *, copy: bool = False) -> Tree:
     """Convert what `np.asarray` can to arrays of numbers in the byte order of the machine.
 
     Scalars of Python and arrays of JAX stay as they are. A copy lets a loader reuse its memory.
+    JAX would wrap integers that do not fit its own without a word.
     """
 
-    def convert(leaf: Tree) -> Tree:
-        if isinstance(leaf, (jax.Array, bool, int, float, complex)):
+    def convert(path: tuple, leaf: Tree) -> Tree:
+        if isinstance(leaf, (jax.Array, bool, float, complex)):
             return leaf
-        got = "an array" if isinstance(leaf, np.ndarray) else _check.show(leaf)
+        at, advice = jax.tree_util.keystr(path), ""
+        got = "an array" if isinstance(leaf, (np.ndarray, int)) else _check.show(leaf)
         try:
             array = np.array(leaf) if copy else np.asarray(leaf)
         except Exception as error:
             # Such as a tensor that requires gradients.
             got = f"{got} ({type(error).__name__}: {_check.cut(error)})"
         else:
-            if np.can_cast(array.dtype, complex) and not np.ma.is_masked(leaf):
-                return array.astype(array.dtype.newbyteorder("="), copy=False)
-            got += " with masked entries" if np.ma.is_masked(leaf) else f" of dtype {array.dtype}"
-        _check.fail(where, argument, "a tree of arrays of numbers", got)
+            if np.ma.is_masked(leaf):
+                got += " with masked entries"
+            elif not np.can_cast(array.dtype, complex):
+                got += f" of dtype {array.dtype}"
+            elif wide := _beyond(array):
+                got, advice = f"{got} with {wide}", WIDE
+            else:
+                native = array.astype(array.dtype.newbyteorder("="), copy=False)
+                return leaf if isinstance(leaf, int) else native
+        got = f"{got} at {at}" if at else got
+        _check.fail(where, argument, "a tree of arrays of numbers", got, advice)
 
-    return jax.tree.map(convert, tree)
+    return jax.tree_util.tree_map_with_path(convert, tree)
+
+
+def _beyond(array: np.ndarray) -> str:
+    """Write a number that does not fit the integers of JAX; "" if all fit."""
+    if array.dtype.kind not in "iu" or not array.size:
+        return ""
+    own = np.iinfo(jax.dtypes.canonicalize_dtype(array.dtype))
+    ends = (array.max(), array.min()) if own.bits < 8 * array.itemsize else ()
+    return next((f"{x} (beyond {own.dtype})" for x in ends if not own.min <= x <= own.max), "")
 
 
 def shapes_of_one(chains: Tree) -> Tree:

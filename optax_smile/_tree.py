@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -351,6 +352,11 @@ def map_sampled(function: Callable, sampled: Tree, params: Tree) -> Tree:
         missing = ", ".join(name(zip(at, at, strict=True)) for at in seen)
         _check.fail("last_accepted", "params", rule, f"one without {_check.cut(missing)}")
     return mapped
+
+
+def without_variables(tree: Tree) -> Tree:
+    """Replace variables of Flax nnx by their arrays; there are none before it is imported."""
+    return getattr(sys.modules.get("flax.nnx"), "as_pure", lambda same: same)(tree)
 
 
 def leaves_like(sampled: Tree, tree: Tree) -> list[Tree] | None:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_smile import _check, _reuse
+from optax_smile import _check, _on_host, _reuse
 from optax_smile._types import Batch, Tree
 
 __all__ = ["init", "over_chains", "place", "place_batch", "step"]
@@ -137,6 +137,7 @@ def place_batch(
     """
     if mesh is None:
         return batch
+    batch = _on_host.as_numeric("parallel.place_batch", "batch", batch)
     before = (CHAIN,) * per_chain + (None,) * stacked
     size = mesh.shape.get(DATA, 1)
 

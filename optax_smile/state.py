@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -237,7 +236,7 @@ def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
     rule = f"{kind} with exactly one optax_smile sampler"
     if _check.TRANSFORMATION.holds(state):
         _check.fail(where, argument, rule, "the transformation", advice)
-    states, chains = _samplers(_without_variables(state))
+    states, chains = _samplers(_tree.without_variables(state))
     if not states:
         _check.fail(where, argument, rule, missing, advice)
     if len(states) > 1:
@@ -301,11 +300,6 @@ def is_ready(number: object) -> bool:
     return is_concrete(number) and getattr(number, "is_ready", lambda: True)()
 
 
-def _without_variables(tree: Tree) -> Tree:
-    """Replace variables of Flax nnx by their arrays; there are none before it is imported."""
-    return getattr(sys.modules.get("flax.nnx"), "as_pure", lambda same: same)(tree)
-
-
 def _samplers(state: Tree) -> tuple[list[Tree], list[tuple[Tree, ...]]]:
     """Sampler states inside a state, and plain tuples: the states of `optax.chain` are tuples."""
     chains = []
@@ -321,7 +315,7 @@ def _samplers(state: Tree) -> tuple[list[Tree], list[tuple[Tree, ...]]]:
 
 def samplers(state: Tree) -> list[SamplerState]:
     """Return the sampler states inside a larger state."""
-    return _samplers(_without_variables(state))[0]
+    return _samplers(_tree.without_variables(state))[0]
 
 
 @_check.own_flags
@@ -403,7 +397,10 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
     if axes := jnp.shape(last.num_gradients):
         rule, remedy = "that of a single chain", "Use `jax.vmap(optax_smile.last_accepted)`."
         _check.fail("last_accepted", "state", rule, f"one with the leading axes {axes}", remedy)
-    params, own = _without_variables(params), _tracked.params_of(_without_variables(state))
+    params, own = (
+        _tree.without_variables(params),
+        _tracked.params_of(_tree.without_variables(state)),
+    )
     params = own if params is None else params
     if params is None:
         rule = "the parameters after `optax.apply_updates`"

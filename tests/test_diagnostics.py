@@ -122,6 +122,13 @@ def test_r_hat_of_weights_is_of_those_that_move():
     assert some.shape == (2, 2) and np.isin(some, got).all()
 
 
+def test_r_hats_that_are_all_unknown_are_shown_as_such():
+    """Without a warning of NumPy about an average of nothing."""
+    still = Snapshots(np.ones((2, 40, 3)))
+    shown = str(diagnostics.summary(still))
+    assert "within chains all unknown" in shown and "frozen" in shown
+
+
 def test_figures_of_a_trace_count_from_the_first_draw():
     rejections = np.concatenate([np.arange(40) * 5, 195 + np.arange(61)[1:]])[None]
     whole = {"num_gradients": 10 * np.arange(1, 101)[None], "num_rejected": rejections}

@@ -1,5 +1,6 @@
 """Estimators of scikit-learn: units, labels, what it wants of parameters, and its own checks."""
 
+import functools
 import sys
 from typing import Any
 
@@ -141,6 +142,39 @@ def test_a_linear_network_finds_the_least_squares_and_the_noise():
     assert regressor.predict(X, return_std=True)[1].mean() == pytest.approx(residual, rel=0.25)
 
 
+def test_a_weight_counts_as_rows():
+    """At the mode, where almost all of a cold posterior is: its place depends on loss and prior."""
+    counts = RNG.integers(0, 4, 60)
+    cold = functools.partial(optax_smile.sgld, 1e-10, temperature=1e-6)
+    given: dict[str, Any] = {"sampler": cold, "prior_precision": 20.0, "widths": ()}
+    given |= {"num_epochs": 100, "num_warmup": 2_000, "thin": 50}
+    # No row with a weight is of the third class.
+    labels = np.where(counts > 0, LABELS, "never")
+    for make, y in (short_regressor, TARGETS), (short_classifier, labels):
+        fitted = make(**given).fit(X, y, sample_weight=counts)
+        repeated = make(**given).fit(X.repeat(counts, axis=0), y.repeat(counts))
+        third = make(**given).fit(X, y, counts / 3)
+        found, expected, other = (
+            x.predict_proba(X) if y is labels else np.stack([x.predict(X), x.predict_std(X)])
+            for x in (fitted, repeated, third)
+        )
+        np.testing.assert_allclose(found, expected, atol=2e-3)
+        assert np.abs(found - other).max() > 0.02
+        assert fitted.draws_.settings["num_data"] == counts.sum()
+
+
+def test_weights_that_are_none_are_refused():
+    for weights in (
+        np.ones(59),
+        np.ones((60, 1)),
+        -np.ones(60),
+        np.full(60, np.nan),
+        np.eye(60)[0],
+    ):
+        with pytest.raises(ValueError, match=r"^`fit\(sample_weight=...\)` must be "):
+            short_regressor().fit(X, TARGETS, sample_weight=weights)
+
+
 def test_parameters_and_clones(classifier):
     copy: Any = clone(classifier)
     assert copy.get_params() == classifier.get_params() and not hasattr(copy, "draws_")
@@ -192,7 +226,9 @@ def test_without_scikit_learn(monkeypatch):
     [
         short(num_epochs=100, widths=(4,), sampler=optax_smile.psmile)
         for short in (short_classifier, short_regressor)
-    ]
+    ],
+    # As distributions, see above: other rows get other random numbers.
+    expected_failed_checks=lambda _: {"check_sample_weight_equivalence_on_dense_data": "random"},
 )
 def test_what_scikit_learn_checks(estimator, check):
     check(estimator)

@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 import arviz
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,9 @@ import numpyro
 import numpyro.distributions
 import optax
 import pytest
+from flax import linen as nn
+from flax import nnx
+from numpyro.contrib.module import random_eqx_module, random_flax_module, random_nnx_module
 from numpyro.infer import MCMC, NUTS
 from numpyro.infer.util import potential_energy
 
@@ -210,10 +214,12 @@ def test_densities_and_draws_of_the_data_go_to_arviz():
         warnings.simplefilter("ignore")
         found = bridge.to_arviz(draws, data, key=1)
         assert np.isfinite(float(arviz.loo(found).elpd_loo))
+        assert arviz.plot_ppc(found, num_pp_samples=5) is not None
     effect = found.posterior["effect"].values
     expected = -(((effect - SCHOOLS[0]) / SCHOOLS[1]) ** 2 / 2) - np.log(SCHOOLS[1])
     density = found.log_likelihood["y"].values
     np.testing.assert_allclose(density, expected - np.log(2 * np.pi) / 2, rtol=1e-4)
+    np.testing.assert_array_equal(found.observed_data["y"], SCHOOLS[0])
     drawn = found.posterior_predictive["y"].values
     z = (drawn - effect) / SCHOOLS[1]
     assert drawn.shape == (2, 200, 8) and abs(z.mean()) < 0.06 and abs(z.std() - 1) < 0.05
@@ -266,6 +272,54 @@ def counts_outside(y):
     rate = sample("rate", dist.Gamma(2, 1))
     sample("sum", dist.Poisson(10 * rate), obs=jnp.round(9 * y).sum())
     observe(dist.Poisson(rate), jnp.round(9 * y))
+
+
+def random_flax(x, y):
+    net: Any = random_flax_module("net", nn.Dense(1), dist.Normal(0, 1), input_shape=(3,))
+    observe(dist.Normal(net(x)[:, 0], 1), y)
+
+
+def random_nnx(x, y):
+    layer = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    net = random_nnx_module("net", layer, dist.Normal(0, 1))
+    observe(dist.Normal(net(x)[:, 0], 1), y)
+
+
+def random_eqx(x, y):
+    layer = eqx.nn.Linear(3, 1, key=jax.random.key(0))
+    net = random_eqx_module("net", layer, dist.Normal(0, 1))
+    observe(dist.Normal(jax.vmap(net)(x)[:, 0], 1), y)
+
+
+def test_networks_are_written_with_sites_for_their_weights():
+    batch = RNG.normal(size=(BATCH, 3)).astype(np.float32), np.zeros(BATCH, np.float32)
+    for model in random_flax, random_nnx, random_eqx:
+        with pytest.raises(
+            ValueError, match=r"got the param net\$params. Draw the weights .*`apply`"
+        ):
+            from_numpyro(model, batch, num_data=NUM_DATA)
+    net: Any = nn.Dense(1)
+    shapes = jax.eval_shape(net.init, jax.random.key(0), batch[0])["params"]
+
+    def model(x, y):
+        priors = {name: dist.Normal(0, 1).expand(like.shape) for name, like in shapes.items()}
+        weights = {name: sample(name, prior.to_event()) for name, prior in priors.items()}
+        observe(dist.Normal(net.apply({"params": weights}, x)[:, 0], 1), y)
+
+    bridge = from_numpyro(model, batch, num_data=NUM_DATA)
+    params: Any = {"kernel": jnp.ones((3, 1)), "bias": jnp.ones(1)}
+    residuals = batch[0].sum(axis=1) + 1
+    expected = np.mean(residuals**2) / 2 + np.log(2 * np.pi) / 2
+    assert np.isclose(bridge.loss_fn(params, batch), expected, rtol=1e-5)
+
+
+def test_integers_that_jax_would_wrap_are_refused():
+    rows = np.arange(BATCH) + 2**32
+    with pytest.raises(ValueError, match=r"^`from_numpyro\(batch=.*beyond int32"):
+        from_numpyro(observed_mean, rows, num_data=NUM_DATA)
+    bridge = from_numpyro(observed_mean, np.ones(BATCH, ">f4"), num_data=NUM_DATA)
+    with pytest.raises(ValueError, match=r"^`NumpyroModel.to_arviz\(data=.*beyond int32"):
+        bridge.to_arviz(few_draws(bridge), rows)
 
 
 WRONG: dict[str, Any] = {

@@ -346,6 +346,51 @@ def test_inputs_and_targets_are_what_numpy_reads():
         predict(apply_fn, SNAPSHOTS, "categorical", hidden)
 
 
+def test_snapshots_are_what_numpy_reads():
+    """Foreign byte orders, tensors and half precision, as a list and as `Snapshots`."""
+    expected = classify().mean
+    for turned in (lambda x: np.asarray(x).astype(">f4"), lambda x: Tensor(np.asarray(x))):
+        foreign = [jax.tree.map(turned, draw) for draw in SNAPSHOTS]
+        np.testing.assert_array_equal(predict(apply_fn, foreign, "categorical").mean, expected)
+    whole = jax.tree.map(lambda *x: np.stack(x).astype(">f4"), *SNAPSHOTS)
+    members = optax_smile.Snapshots.from_members(whole)
+    draws = optax_smile.Snapshots(jax.tree.map(lambda x: x[None], whole))
+    start = jax.tree.map(lambda x: x[None, 0], whole)
+    assert optax_smile.Snapshots(draws.params, start=start).start is not None
+    for each in members, draws, optax_smile.Snapshots.from_draws(whole):
+        np.testing.assert_array_equal(predict(apply_fn, each, "categorical").mean, expected)
+    with pytest.raises(ValueError, match=r"^`predict\(snapshots=...\)` must be .*, got .*masked"):
+        predict(apply_fn, [np.ma.masked_array([1.0], [True])], "categorical")
+
+
+def test_integers_that_jax_would_wrap_are_refused():
+    """JAX makes 2**32 a 0 if x64 is off."""
+
+    def outputs(params, x):
+        return params[x["row"][:, 0] % 3], 0.0
+
+    table, rows = np.arange(3, dtype=np.float32), np.arange(5)[:, None]
+
+    def rows_of(rows, targets=None):
+        return predict(outputs, [table], "gaussian", targets, {"row": rows}).mean.tolist()
+
+    for near, kind in ((2**31 - 5, np.int64), (2**32 - 5, np.uint64), (-(2**31), np.int64)):
+        fitting = rows.astype(kind) + kind(near)
+        assert rows_of(fitting) == (fitting[:, 0] % 3).tolist()
+    for wide, number in (
+        (rows + 2**32, 4294967300),
+        (rows.astype(np.uint64) + np.uint64(2**63), 2**63 + 4),
+        (-rows - 2**31, -(2**31) - 4),
+    ):
+        rule = rf"^`predict\(inputs=...\)`.* {number} .*\['row'\]\. Map identifiers .*enable_x64"
+        with pytest.raises(ValueError, match=rule):
+            rows_of(wide)
+        with jax.enable_x64(True):
+            assert rows_of(wide) == (wide[:, 0] % 3).tolist()
+    with pytest.raises(ValueError, match=r"^`predict\(targets=...\)` .* 2147483648 \(beyond int32"):
+        rows_of(rows, np.full(5, 2**31))
+
+
 def test_what_does_not_fit_is_named():
     valid: dict[str, Any] = {"snapshots": SNAPSHOTS, "targets": LABELS, "outputs": apply_fn}
     for argument, value, message in MISFITS:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from runs import Watched, refused, stub
 
 import optax_smile
@@ -101,6 +102,44 @@ def test_disk_and_memory_hold_the_same_draws(runs):
     np.testing.assert_array_equal(flat["layer/0/w"], disk[0]["layer"][0]["w"])
     other, rule = like | {"b": jnp.zeros(4)}, r"`load_snapshots\(like=...\)`.*\('b', \[4\]\)\]"
     refused(rule, optax_smile.load_snapshots, disk.directory, like=other)
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(2, 3, rngs=rngs), nnx.Linear(3, 1, rngs=rngs)])
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layers[1](self.norm(self.layers[0](x)))
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_state_of_flax_nnx_comes_back_as_from_memory(has_aux, tmp_path):
+    """Also next to an auxiliary state, whose variables stay as they are."""
+    parts = [nnx.split(Network(nnx.Rngs(i)), nnx.Param, nnx.BatchStat) for i in range(CHAINS)]
+    graph, first, statistics = parts[0]
+    _, *stacked = (jax.tree.map(lambda *x: jnp.stack(x), *x) for x in zip(*parts, strict=True))
+    params, aux = stacked
+    batches, like = [np.ones((4, 2), np.float32)], first
+
+    def loss_fn(params, batch, aux=statistics):
+        model = nnx.merge(graph, params, aux, copy=True)
+        loss = jnp.mean((model(batch) - 1) ** 2)
+        return (loss, nnx.state(model, nnx.BatchStat)) if has_aux else loss
+
+    given: dict[str, Any] = {"num_warmup": 2, "num_draws": DRAWS, "key": 0, "progress": False}
+    if has_aux:
+        given["aux"], like = aux, {"params": first, "aux": statistics}
+    memory = optax_smile.sample(loss_fn, params, batches, stub(), **given)
+    optax_smile.sample(loss_fn, params, batches, stub(), directory=tmp_path, **given)
+    for tree in (like, jax.eval_shape(lambda: like), memory[0]):
+        disk = optax_smile.load_snapshots(tmp_path, like=tree)
+        assert_same(disk.params, memory.params)
+        assert_same(disk[4], memory[4])
+    draw = disk[4] if has_aux else {"params": disk[4], "aux": statistics}
+    assert nnx.merge(graph, draw["params"], draw["aux"])(batches[0]).shape == (4, 1)
+    other = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    refused(r"`load_snapshots\(like=", optax_smile.load_snapshots, tmp_path, like=other)
 
 
 def test_mean_of_each_chain_is_that_in_float64(runs, tmp_path):

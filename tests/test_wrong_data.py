@@ -407,6 +407,7 @@ NOT_NUMERIC: dict[str, Any] = {
     r"an array of dtype \[\('a', '<f4'\)\]": np.zeros(20, [("a", "f4")]),
     "an array with masked entries": np.ma.masked_array(np.ones(20), np.eye(20)[0]),
     "a Tensor of dtype object": Tensor(np.array([None] * 20)),
+    r"an array with 4294967296 \(beyond int32\) at .*Map identifiers": np.full(20, 2**32),
     r"a Broken \(RuntimeError: on another device\)": type("Broken", (Tensor,), {"__array__": _off})(
         np.ones(20)
     ),
@@ -441,6 +442,8 @@ def test_what_is_no_number_is_named():
     }.items():
         with pytest.raises(ValueError, match=f"^`{argument}.* {got}"):
             call()
+    with pytest.raises(ValueError, match=r"^`sample\(batches.* 4294967296 .*enable 64 bits"):
+        sample([(*EQUAL[0], 2**32)], STUB)
 
 
 TWO = runs.quiet(integrator="minimal_norm")

@@ -394,7 +394,7 @@ def defect(batch: Batch, expected: Tree, per_chain: bool) -> str:
     try:
         _on_host.as_numeric("sample", "batches", batch)
     except _check.ArgumentError as error:
-        return f"has {error.got}"
+        return f"has {error.got}. {error.advice}".rstrip(". ")
     return "is empty" if size(batch, per_chain) == 0 else ""
 
 

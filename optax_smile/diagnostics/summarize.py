@@ -205,8 +205,9 @@ def _figure(value: float, form: str = ".3g") -> str:
 
 def _shares(rhats: np.ndarray) -> str:
     known = rhats[~np.isnan(rhats)]
-    parts = [f"{np.mean(known < bound):.0%} below {bound}" for bound in GOOD_RHATS]
-    return ", ".join(parts) if known.size else "all unknown"
+    if not known.size:
+        return "all unknown"
+    return ", ".join(f"{np.mean(known < bound):.0%} below {bound}" for bound in GOOD_RHATS)
 
 
 @_check.arguments(

@@ -42,14 +42,19 @@ class Reading(_check.Constraint):
 
 
 @dataclass(frozen=True)
-class Inputs(_check.Tree):
-    """Arrays, or what NumPy converts to arrays; finite, since XLA can turn NaN into numbers."""
-
-    axes: str = "[input, ...]"
-    finite: bool = True
+class Numeric(_check.Tree):
+    """Arrays, or what NumPy converts to arrays."""
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         return super().__call__(where, argument, _on_host.as_numeric(where, argument, value), given)
+
+
+@dataclass(frozen=True)
+class Inputs(Numeric):
+    """Arrays of inputs; finite, since XLA can turn NaN into numbers."""
+
+    axes: str = "[input, ...]"
+    finite: bool = True
 
 
 @dataclass(frozen=True)

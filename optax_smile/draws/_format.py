@@ -56,7 +56,8 @@ def leaves_of(params: Tree, axes: int = 1) -> list[Leaf]:
         # A bare array has no path, and safetensors reserves one name.
         name = _tree.name(path) if path else "params"
         name = "~" + name if name == "__metadata__" else name
-        leaves.append(Leaf(name, path, list(leaf.shape[axes:]), str(leaf.dtype)))
+        shape, dtype = np.shape(leaf)[axes:], str(getattr(leaf, "dtype", type(leaf)))
+        leaves.append(Leaf(name, path, list(shape), dtype))
     return leaves
 
 

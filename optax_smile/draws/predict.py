@@ -180,7 +180,7 @@ class Predictor:
         self._adds: dict[int, Callable] = {}
         self.restart()
 
-    @_check.arguments("Predictor.update", params=_check.Tree())
+    @_check.arguments("Predictor.update", params=_checks.Numeric())
     @_check.on_host
     def update(self, params: optax.Params) -> None:
         """Add one snapshot, a parameter tree like the first one.

@@ -72,10 +72,10 @@ class Snapshots:
 
     @_check.arguments(
         "Snapshots",
-        params=_check.Tree(axes="[chain, draw, ...]", keys=False),
+        params=_checks.Numeric(axes="[chain, draw, ...]", keys=False),
         trace=_check.kind(Mapping, "a dict of arrays [chain, tick]"),
         settings=_check.kind(Mapping, "a dict") | None,
-        start=_check.Tree(),
+        start=_checks.Numeric(),
     )
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Snapshots:
 
     @staticmethod
     @_check.arguments(
-        "Snapshots.from_members", params=_check.Tree(axes="[member, ...]", keys=False)
+        "Snapshots.from_members", params=_checks.Numeric(axes="[member, ...]", keys=False)
     )
     def from_members(params: optax.Params) -> Snapshots:
         """Make snapshots of members `[member, ...]` of `warmstart`, each a chain of one draw."""
@@ -405,7 +405,8 @@ def load_snapshots(
     Args:
         directory: directory of the run.
         like: parameters of one chain, or their shapes; draws are returned in this tree structure.
-            Without it they are nested dicts and lists.
+            Without it they are nested dicts and lists. In an `nnx.State`, as in the draws of
+            `sample`, arrays take the place of variables.
         flat: return each draw as a dict from path to array, even with `like`. Entries of a path are
             joined by slashes; `~` and `/` in an entry are written `~0` and `~1`.
 
@@ -428,15 +429,20 @@ def load_snapshots(
     """
     directory = Path(directory)
     manifest = _format.read_manifest("load_snapshots", directory)
+    structure = None
+    structure = None
     if like is not None:
-        shapes = jax.eval_shape(lambda x: x, like)
-        given = [(leaf.name, leaf.shape) for leaf in _format.leaves_of(shapes, axes=0)]
+        # `sample` takes variables of Flax nnx out of the parameters, and leaves those of `aux`.
+        bare = _tree.without_variables(like)
+        if isinstance(like, dict) and "aux" in like:
+            bare = bare | {"aux": like["aux"]}
         stored = [(leaf["name"], leaf["shape"]) for leaf in manifest["leaves"]]
-        if given != stored:
-            differing = [pair for pair in given if pair not in stored] or given
+        own = [[(x.name, x.shape) for x in _format.leaves_of(tree, 0)] for tree in (like, bare)]
+        if stored not in own:
+            differing = [pair for pair in own[1] if pair not in stored] or own[1]
             rule = f"the parameters of one chain, with the leaves of {directory}, {stored}"
             _check.fail("load_snapshots", "like", rule, differing)
-    structure = None if like is None else jax.tree.structure(like)
+        structure = jax.tree.structure((like, bare)[own.index(stored)])
     return StoredSnapshots(directory, manifest, structure, flat)
 
 

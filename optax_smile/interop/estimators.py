@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
@@ -30,6 +31,8 @@ WIDTHS = _check.Where(
         and all(isinstance(n, (int, np.integer)) and n >= 1 for n in x)
     ),
 )
+
+WEIGHTS = _check.Array("[input]", _check.NONNEGATIVE, like="y")
 
 
 class _Batches:
@@ -58,11 +61,20 @@ def _apply(layers: Sequence[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.A
     return x @ layers[-1][0] + layers[-1][1]
 
 
-def _scaler(columns: np.ndarray) -> Any:
+def _weighted(X: np.ndarray, y: np.ndarray, weight: ArrayLike | None) -> tuple[np.ndarray, ...]:
+    """Return the rows that have a weight, and the weights."""
+    weight = np.ones(len(y)) if weight is None else weight
+    weight = np.asarray(WEIGHTS("fit", "sample_weight", weight, {"y": y}))
+    if np.count_nonzero(weight) < 2:
+        _check.fail("fit", "sample_weight", "above zero for at least two rows", _check.show(weight))
+    return X[weight > 0], y[weight > 0], weight[weight > 0]
+
+
+def _scaler(columns: np.ndarray, weight: np.ndarray) -> Any:
     """Fit in float64; powers of two keep the squares of tiny and huge numbers finite."""
     largest = np.abs(columns).max(axis=0)
     exponents = np.frexp(largest)[1]
-    scaler: Any = StandardScaler().fit(np.ldexp(columns, -exponents))
+    scaler: Any = StandardScaler().fit(np.ldexp(columns, -exponents), sample_weight=weight)
     mean, scale = (np.ldexp(x, exponents) for x in (scaler.mean_, scaler.scale_))
     # Numbers below 1 have a deviation of 1 only if they are constant.
     is_constant = (scaler.scale_ == 1) & (largest > 0)
@@ -99,30 +111,33 @@ class _Bayesian(BaseEstimator):
     def _outputs(self, params: Tree, x: jax.Array) -> Output:
         return self.apply(params["network"], x)
 
-    def _fit(self, x: np.ndarray, y: np.ndarray, num_outputs: int, **others: jax.Array):
+    def _fit(self, x: Batch, y: Batch, weight: Batch, num_outputs: int, **others: jax.Array):
         _check.Function("(num_data=, prior_precision=, key=)")("fit", "sampler", self.sampler)
         x = np.asarray(x, float)
-        self.scaler_ = _scaler(x)
+        self.scaler_ = _scaler(x, weight)
         data = np.asarray(self.scaler_.transform(x), np.float32), self._code("fit", y)
+        # The sum of the weights is the number of data, and their mean in the loss is one.
+        data += (np.asarray(weight / weight.mean(), np.float32),)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         split = train_test_split(*data, test_size=HELD_OUT, random_state=seed)
-        x, held_x, y, held_y = map(np.asarray, split)
+        train, held = ([*map(np.asarray, part)] for part in (split[::2], split[1::2]))
         sizes = x.shape[1], *WIDTHS("fit", "widths", self.widths), num_outputs
 
         def init_fn(key):
-            network = self.init(key, x[:1]) if self.init else _init(key, sizes)
+            network = self.init(key, train[0][:1]) if self.init else _init(key, sizes)
             return {"network": network, **others}
 
         def loss_fn(params, batch):
             outputs = self._outputs(params, batch[0])
-            return -NAMED[self._likelihood].log_density(outputs, batch[1]).mean()
+            return -(NAMED[self._likelihood].log_density(outputs, batch[1]) * batch[2]).mean()
 
-        small = _Batches(BATCH, seed, x, y)
+        small = _Batches(BATCH, seed, *train)
         large = _Batches(LARGE_BATCH, seed, *data)
-        posterior: Options = {"num_data": len(data[0]), "prior_precision": self.prior_precision}
+        num_data = float(weight.sum())
+        posterior: Options = {"num_data": num_data, "prior_precision": self.prior_precision}
         begin: Options = {"num_members": self.num_chains, "num_epochs": self.num_epochs}
         steps: Options = {x: getattr(self, x) for x in ("num_warmup", "num_draws", "thin")}
-        begin["validation"], steps["steps_per_dispatch"] = (held_x, held_y), self.thin
+        begin["validation"], steps["steps_per_dispatch"] = held, self.thin
         shared: Options = {"key": seed, "check": False, "progress": False}
         with _check.called("fit", "warmstart", "sample", num_members="num_chains"):
             self.members_ = warmstart(loss_fn, init_fn, small, OPTIMIZER, **begin, **shared)
@@ -152,14 +167,18 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
         ['yes']
     """
 
-    def fit(self, X: Batch, y: Batch):
-        """Train and sample with features `X` `[input, feature]` and labels `y` `[input]`."""
+    def fit(self, X: Batch, y: Batch, sample_weight: ArrayLike | None = None):
+        """Train and sample with features `X` `[input, feature]` and labels `y` `[input]`.
+
+        A row of `sample_weight` 3 counts as three rows. None: all count as one.
+        """
         X, y = validation.validate_data(self, X, y, ensure_min_samples=2)
+        X, y, weight = _weighted(X, y, sample_weight)
         multiclass.check_classification_targets(y)
         self.classes_ = np.unique(y)
         if len(self.classes_) < 2:
             _check.fail("fit", "y", "labels of at least two classes", repr(self.classes_[0]))
-        return self._fit(X, y, len(self.classes_))
+        return self._fit(X, y, weight, len(self.classes_))
 
     def predict_proba(self, X: Batch) -> np.ndarray:
         """Predict the probabilities of `classes_`, `[input, class]`."""
@@ -189,12 +208,13 @@ class BayesianRegressor(RegressorMixin, _Bayesian):
 
     _likelihood = "gaussian"
 
-    def fit(self, X: Batch, y: Batch):
-        """Train and sample with features `X` `[input, feature]` and targets `y` `[input]`."""
+    def fit(self, X: Batch, y: Batch, sample_weight: ArrayLike | None = None):
+        """Train and sample with targets `y` `[input]`; the rest as for `BayesianClassifier`."""
         X, y = validation.validate_data(self, X, y, ensure_min_samples=2, y_numeric=True)
-        scaler = _scaler(_check.host("fit", "y", y).astype(float)[:, None])
+        X, y, weight = _weighted(X, y, sample_weight)
+        scaler = _scaler(_check.host("fit", "y", y).astype(float)[:, None], weight)
         self.center_, self.width_ = scaler.mean_[0], scaler.scale_[0]
-        return self._fit(X, y, 1, log_std=jnp.zeros(()))
+        return self._fit(X, y, weight, 1, log_std=jnp.zeros(()))
 
     def prediction(self, X: Batch, y: Batch = None) -> Prediction:
         """Average over the draws: a `Prediction`, with log densities if `y` is given."""

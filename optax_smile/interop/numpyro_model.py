@@ -15,13 +15,17 @@ from numpyro import distributions, handlers
 from numpyro.infer import Predictive, init_to_uniform, log_likelihood, util
 from numpyro.primitives import Messenger
 
-from optax_smile import _check
+from optax_smile import _check, _on_host
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile.diagnostics.statistics import with_groups
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 WHERE = "from_numpyro"
 DRAWS = _check.kind(Snapshots, "draws of this model from `sample`")
+NETWORK = (
+    "Draw the weights of a network with `numpyro.sample` and pass them to its `apply`, instead of"
+    " `random_flax_module` and its like; or leave NumPyro and give the sampler a `log_prior`."
+)
 # Whether densities or values of two batches are equal but for rounding.
 close = functools.partial(np.allclose, rtol=1e-5, atol=1e-5, equal_nan=True)
 Params = Mapping[str, jax.Array]
@@ -103,7 +107,8 @@ class NumpyroModel:
 
         With `data`, a batch of at most `num_data` examples, the result has the groups
         `log_likelihood`, for `az.loo`, and `posterior_predictive`, one random draw with the `key`
-        for each draw and example: observed sites in the plate, `[chain, draw, example, ...]`.
+        for each draw and example: observed sites in the plate, `[chain, draw, example, ...]`. Their
+        values, for `az.plot_ppc`, are in `observed_data`.
         """
         sites = self.constrain(draws)
         return with_groups(sites, {} if data is None else _observed(self, sites, data, key))
@@ -150,6 +155,7 @@ def from_numpyro(
         >>> bridge.loss_fn({"w": jnp.ones(2)}, batch)
         Array(0.9189385, dtype=float32)
     """
+    batch = _on_host.as_numeric(WHERE, "batch", batch)
     bridge = NumpyroModel(model, plate, num_data, batch)
     if loose := [x for x in jax.tree.leaves(batch) if not np.ndim(x)]:
         remedy = "Bind other arguments of the model with `functools.partial`."
@@ -204,6 +210,7 @@ def _observed(
     bridge: NumpyroModel, sites: Snapshots, data: Batch, key: Tree
 ) -> dict[str, dict[str, np.ndarray]]:
     """Return log likelihoods and draws of the observed sites in the plate."""
+    data = _on_host.as_numeric("NumpyroModel.to_arviz", "data", data)
     (arguments, keywords, _), example = _arguments(bridge, data), _example(bridge)
     latent, given = {name: sites.params[name] for name in example}, dict[str, Any](batch_ndims=2)
     with _check.calling("NumpyroModel.to_arviz", "data", "valid arguments of the model"):
@@ -216,6 +223,7 @@ def _observed(
         predict = Predictive(_Unobserved(model, names), latent, **given)
         drawn = predict(key, *arguments, **keywords)
     groups = {"log_likelihood": densities, "posterior_predictive": drawn}
+    groups["observed_data"] = {x: trace[x]["value"] for x in names}
     return {group: {x: np.asarray(of[x]) for x in names} for group, of in groups.items()}
 
 
@@ -249,7 +257,7 @@ class _Refuse(Messenger):
         if message["type"] in ("param", "mutable", "prng_key"):
             rule = "a model without `numpyro.param`, state or random numbers"
             got = f"the {message['type']} {message.get('name') or ''}".strip()
-            _check.fail(WHERE, "model", rule, got)
+            _check.fail(WHERE, "model", rule, got, NETWORK)
 
 
 def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:

@@ -78,7 +78,8 @@ def network_candidates(
     """
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(params))
     losses = jax.jit(lambda batch, at: jax.vmap(loss_fn, (0, None))(at, batch))
-    seen = list(itertools.islice(iter(batches), MOST_BATCHES))
+    convert = functools.partial(_on_host.as_numeric, "network_candidates", "batches", copy=True)
+    seen = [*map(convert, itertools.islice(iter(batches), MOST_BATCHES))]
     check_list("network_candidates", seen, per_chain=False)
     rule = "trained networks, arrays [chain, ...], each a valid argument of `loss_fn`"
     _check.traced("network_candidates", "params", losses, seen[0], params, rule=rule)

@@ -198,8 +198,7 @@ def psmile(
         arrays do not change. An array whose gradient is None in every call does not move. Its
         update is None, and it is not counted in d. The first call removes it from the state, as
         in `optax.adamw`: inside `jax.lax.scan`, call `init` without it. Arrays whose gradient is
-        zero are sampled: the prior and the noise move them. Exclude them with `optax.partition` or
-        `optax.masked`.
+        zero are sampled: the prior and the noise move them. Exclude them with `optax.partition`.
         `log_prior` receives only the sampled leaves.
 
         Outside of `jax.jit`, `update` compiles itself. It donates no buffers: during a call the old

@@ -286,6 +286,7 @@ def train(init=normal, loss=loss_fn) -> Any:
 ANGLE, QUANTILE = optax_smile.angle_tuner(), optax_smile.quantile_tuner()
 INJECTED = optax.inject_hyperparams(sgld)
 HALF = {"w": jnp.ones((2, 3), "bfloat16"), "b": jnp.ones(3)}
+KEYS = jax.random.split(jax.random.key(0))
 OTHER, TURNED = "minimal_norm", {"w": np.ones((3, 2)), "b": 0.0}
 MESSAGES: dict[str, Any] = {
     # How a sampler gets its step size, and its prior.
@@ -297,6 +298,11 @@ MESSAGES: dict[str, Any] = {
     "an integer >= 7, a step for": lambda: build("cyclical_sgld", total_steps=6, num_cycles=7),
     "a prefix of the param": lambda: build(prior_precision={"x": 1.0}).init(PARAMS),
     r"\(2, 3\) at .*w.*, got \(3, 2\)": lambda: build(prior_mean=TURNED).init(PARAMS),
+    # Keys are described, since they are no figures that help.
+    r"integer seed from.* got key<fry>\[2\]\.$": lambda: build(key=KEYS),
+    r"integer seed from.* got uint32\[2, 2\]\.$": lambda: build(key=jax.random.key_data(KEYS)),
+    r"integer seed from.* got a list\.$": lambda: build(key=[*KEYS]),
+    r"psmile\(num_data.* got key<fry>\[\]\.$": lambda: build(num_data=KEYS[0]),
     # Parameters, gradients and their loss.
     "got bfloat16 at .*Keep the sampled": lambda: build().init(HALF),
     "psmile.init.params.* finite": lambda: build().init(PARAMS | {"b": jnp.full(3, jnp.nan)}),
