@@ -271,7 +271,7 @@ def check_place(where: str, argument: str, state: Tree, params: Tree = None):
     def is_hidden(node: object) -> bool:
         return isinstance(node, optax.MaskedNode)
 
-    nodes = jax.tree.leaves(_without_variables(state), is_leaf=is_wrapper)
+    nodes = jax.tree.leaves(_tree.without_variables(state), is_leaf=is_wrapper)
     masked = [node for node in nodes if isinstance(node, optax.MaskedState)]
     hidden = [*filter(is_hidden, jax.tree.leaves(sampled, is_leaf=is_hidden))]
     if hidden and len(masked) == 1 and samplers(masked[0]):
