@@ -72,12 +72,16 @@ def unflat(entries: jax.Array, like: Tree) -> Tree:
     leaves, structure = jax.tree.flatten(like)
     parts = jnp.split(entries, np.cumsum([leaf.size for leaf in leaves])[:-1])
 
-    def placed(part: jax.Array, leaf: jax.Array) -> jax.Array:
-        sharding = jax.typeof(leaf).sharding
-        part = part.reshape(leaf.shape).astype(leaf.dtype)
-        return jax.sharding.reshard(part, sharding) if any(sharding.spec) else part
+    def shaped(part: jax.Array, leaf: jax.Array) -> jax.Array:
+        return _placed_as(leaf, part.reshape(leaf.shape).astype(leaf.dtype))
 
-    return jax.tree.unflatten(structure, map(placed, parts, leaves))
+    return jax.tree.unflatten(structure, map(shaped, parts, leaves))
+
+
+def _placed_as(like: Tree, leaf: jax.Array) -> jax.Array:
+    """Spread an array over devices as another, if explicit axes do so."""
+    sharding = jax.typeof(like).sharding
+    return jax.sharding.reshard(leaf, sharding) if any(sharding.spec) else leaf
 
 
 def product(first: jax.Array, second: jax.Array) -> jax.Array:
@@ -200,7 +204,7 @@ def empty_sketch(tree: Tree) -> Tree:
     def zeros(leaf, like):
         if leaf.shape == like.shape:
             return jnp.zeros_like(leaf)
-        return jnp.zeros(like.shape, like.dtype, out_sharding=jax.typeof(like).sharding)
+        return _placed_as(like, jnp.zeros(like.shape, like.dtype))
 
     leaves = jax.tree.leaves(tree)
     if any(AxisType.Manual in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves):
@@ -407,7 +411,8 @@ def normal_like(key: jax.Array, tree: Tree) -> Tree:
         if any(sharding.spec) and not isinstance(leaf, jax.core.Tracer):
             # Explicit axes outside `jit`, where JAX draws only on the device of the key.
             return jax.device_put(jax.random.normal(key, leaf.shape, leaf.dtype), leaf.sharding)
-        return jax.random.normal(key, leaf.shape, leaf.dtype, out_sharding=sharding)
+        spread = {"out_sharding": sharding} if any(sharding.spec) else {}
+        return jax.random.normal(key, leaf.shape, leaf.dtype, **spread)
 
     return jax.tree.unflatten(structure, [draw(*pair) for pair in zip(keys, leaves, strict=True)])
 
@@ -496,7 +501,7 @@ def check_alike(where: str, argument: str, tree: Tree, expected: Tree, expected_
         _check.fail(where, argument, rule, own)
     shapes = jax.tree_util.tree_leaves_with_path(expected)
     for (path, want), leaf in zip(shapes, jax.tree.leaves(tree), strict=True):
-        if np.shape(leaf) != jnp.shape(want):
+        if np.shape(leaf) != np.shape(want):
             at = jax.tree_util.keystr(path) or "the only leaf"
-            rule = f"of shape {jnp.shape(want)} at {at}, as {expected_name}"
+            rule = f"of shape {np.shape(want)} at {at}, as {expected_name}"
             _check.fail(where, argument, rule, np.shape(leaf))

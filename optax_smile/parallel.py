@@ -60,7 +60,7 @@ def check_mesh(where: str, mesh: Mesh | None, num_chains: int = 0):
 
 def num_chains(where: str, tree: Tree, argument: str = "params") -> int:
     """Return the length of the leading axis that all leaves share, at least one."""
-    return jnp.shape(jax.tree.leaves(STACKED(where, argument, tree))[0])[0]
+    return np.shape(jax.tree.leaves(STACKED(where, argument, tree))[0])[0]
 
 
 def _put(leaf: jax.typing.ArrayLike, sharding: NamedSharding) -> jax.Array:

@@ -48,6 +48,11 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 1 if IS_SINGLE else NUM_DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
+# Public under this name since JAX 0.8.
+if not hasattr(jax, "enable_x64"):
+    from jax import experimental
+
+    jax.enable_x64 = getattr(experimental, "enable_x64")  # noqa: B009
 
 
 class Failing(logging.Handler):

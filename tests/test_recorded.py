@@ -311,3 +311,31 @@ def main(folder: str, checkpoint: str):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+def test_a_leaf_whose_gradient_is_always_zero_is_named():
+    """The loop hides the loss: `stop_gradient` shows as zeros at all draws."""
+    sampler = optax_smile.sgld(0.1, num_data=1, key=0)
+    labels = {"body": "frozen", "head": "sampled"}
+    frozen = optax.partition({"sampled": sampler, "frozen": optax.set_to_zero()}, labels)
+    start = {"body": jnp.ones(3), "head": jnp.ones(3)}
+
+    def draws_of(tx, calls) -> Any:
+        tx = optax_smile.recorded(tx, num_warmup=0)
+
+        def step(carry, _):
+            params, state = carry
+            grads = {"body": 0 * params["body"], "head": params["head"]}
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        jax.block_until_ready(jax.lax.scan(step, (start, tx.init(start)), length=calls))
+        return tx.draws()
+
+    said = r"^`draws`: the gradient of \['body'\] was zero at all 40 draws\. .* `optax.partition`"
+    with pytest.warns(UserWarning, match=said):
+        draws_of(sampler, 40)
+    draws_of(sampler, 9)
+    assert np.all(draws_of(frozen, 40).params["body"] == 1)
+    with pytest.raises(ValueError, match=r"`recorded\(sampler=...\)` must .* in `optax.masked` al"):
+        draws_of(optax.masked(sampler, {"body": False, "head": True}), 9)

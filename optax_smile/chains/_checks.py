@@ -63,8 +63,8 @@ FACTORS = 0.5, 1, 2, 4
 MOST_COUNTED = 256
 # Where a program cannot be read, the reason goes here. The tests make it an error.
 LOG = logging.getLogger("optax_smile")
-STOPPED = "It stops the gradient: leave it out of the sampler, with `optax.partition` and"
-STOPPED += " `optax.set_to_zero`, or with `eqx.partition`. Otherwise prior and noise move it."
+STOPPED = "Without a gradient, only prior and noise move it. To freeze it, leave it out of the"
+STOPPED += " sampler, with `optax.partition` and `optax.set_to_zero`, or with `eqx.partition`."
 
 # What `_program.read` finds: the text of the check, its verbs if it fails or passes, and advice.
 PROGRAM = {
@@ -292,14 +292,14 @@ def check_leaves(loss: FullLoss, like: Tree, batch: Batch, others: bool) -> Iter
     `like` has the shapes of one chain; `others` says that the posterior has other terms.
     """
     received = find(like.state, "sample").last_received()
-    moved = _names(like.params if received is None else received[0])
-    names = _names(like.params)
+    moved = names(like.params if received is None else received[0])
+    paths = names(like.params)
     program = traced(loss, like.params, like.aux, like.key, batch)
-    found = reading("reached", program, len(names))
+    found = reading("reached", program, len(paths))
     if found is None:
         yield skipped("gradients, unread")
         return
-    pairs = [(path, *one) for path, one in zip(names, found, strict=True) if path in moved]
+    pairs = [(path, *one) for path, one in zip(paths, found, strict=True) if path in moved]
     stopped = [path for path, is_read, has_gradient in pairs if is_read and not has_gradient]
     unread = [path for path, is_read, _ in pairs if not is_read]
     text = f"`loss_fn` depends on {', '.join(stopped)}, but has no gradient there."
@@ -311,7 +311,7 @@ def check_leaves(loss: FullLoss, like: Tree, batch: Batch, others: bool) -> Iter
         yield Check("unread", (), (float(len(unread)),), 0.0, True, advice, text)
 
 
-def _names(tree: Tree) -> list[str]:
+def names(tree: Tree) -> list[str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [jax.tree_util.keystr(path) or "the only leaf" for path, _ in leaves]
 
@@ -663,8 +663,8 @@ def count_others(
     if are_lost is not None and past.num_lost is not None:
         past = past._replace(num_lost=_tree.count(past.num_lost, are_lost))
     received = state.last_received()
-    seen = {*_names(grads if received is None else received[0])}
-    pairs = zip(_names(grads), jax.tree.leaves(grads), jax.tree.leaves(updates), strict=True)
+    seen = {*names(grads if received is None else received[0])}
+    pairs = zip(names(grads), jax.tree.leaves(grads), jax.tree.leaves(updates), strict=True)
     others = [(g, u) for name, g, u in pairs if name not in seen]
     if not others:
         return past
@@ -695,7 +695,8 @@ def record_gradient(
         num_pending=past.num_pending + 1,
     )
     if last is None or sampled is None:
-        return past._replace(pending=jnp.zeros_like(mark), num_pending=past.num_pending * 0)
+        none = past.num_pending * 0  # Before JAX 0.7 only this varies over chains on a mesh.
+        return past._replace(pending=none + jnp.zeros_like(mark), num_pending=none)
     stats = state.stats()
     compared = _compare(past, last[1].astype(mark.dtype), stats.accepted)
     return optax.tree.where(stats.num_gradients > before, compared, past)
@@ -754,7 +755,7 @@ def check_aux(seen: Gradients, aux: Tree) -> Check | None:
 
 
 def listed(tree: Tree, flags: np.ndarray) -> str:
-    return ", ".join(name for name, flag in zip(_names(tree), flags, strict=True) if flag)
+    return ", ".join(name for name, flag in zip(names(tree), flags, strict=True) if flag)
 
 
 def check_gradients(where: str, seen: Gradients, are_compared: bool, aux: Tree):

@@ -12,7 +12,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from optax_smile import _reuse, _tree
 from optax_smile._types import Tree
@@ -253,8 +253,9 @@ def _run(eqn, marks: list[Mark]) -> list[Tree]:
     """Compute the results of an equation from known inputs, as a program of its own."""
     pairs = zip(eqn.invars, marks, strict=True)
     known = {x: mark.value for x, mark in pairs if not isinstance(x, Literal)}
-    inside = [], [*known], eqn.outvars, [eqn]
-    program = Jaxpr(*inside, debug_info=DebugInfo("loss", "loss", None, None))
+    # It replaces an empty program: the class of what a new one needs is public since JAX 0.10.
+    empty = jax.make_jaxpr(lambda: ())().jaxpr
+    program = empty.replace(invars=[*known], outvars=eqn.outvars, eqns=[eqn])
     return jaxpr_as_fun(ClosedJaxpr(program, ()))(*known.values())
 
 

@@ -15,15 +15,17 @@ import numpy as np
 import optax
 from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
+from jax.sharding import AxisType
 
 from optax_smile import _check, _disk, _settings, state
 from optax_smile._types import Options, Tree
 from optax_smile._warn import warn
-from optax_smile.chains import _directory
+from optax_smile.chains import _checks, _directory
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 
 REPEAT = "Use the same data, seeds and program. For another fit, choose a new directory."
+LEAST_SEEN = 20  # Draws at which a gradient may be zero by accident.
 SKIPPING = {"exploration", "adapt_steps"}  # Arguments of samplers with steps without draws.
 
 
@@ -60,6 +62,7 @@ def recorded(
 
     Every `thin` steps the sampler sends a draw to the host, from inside `jit`, `scan` and `vmap`
     over chains, at the cost of one copy of the parameters. After the loop, `draws()` returns them.
+    Before JAX 0.8 a compiled function that does not return the state sends no draws.
 
     Args:
         sampler: sampler, alone, last in an `optax.chain`, or in a wrapper like `optax.MultiSteps`.
@@ -100,8 +103,10 @@ def recorded(
 
     def init(params: optax.Params) -> RecordedState:
         begun = inner.init(params)
-        state.find(begun, "recorded", "sampler")
-        if jax.sharding.get_abstract_mesh().manual_axes:
+        state.check_place("recorded", "sampler", begun, params)
+        received = state.find(begun, "recorded", "sampler").last_received()
+        recorder.sampled = _checks.names(params if received is None else received[0])
+        if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
             rule, got = "called outside of `shard_map`", "a call inside"
             _check.fail("recorded", "init", rule, got, "Use `sample`, which takes a mesh.")
         recorder.lock()
@@ -116,10 +121,12 @@ def recorded(
             with jax.ensure_compile_time_eval():
                 recorder.settings = _settings.of(sampler, shapes) or {}
         recorder.is_blind |= params is None
+        recorder.leaves = _checks.names(updates)
+        are_driven = [jnp.any(x != 0) for x in jax.tree.leaves(updates)]
         updates, after = inner.update(updates, before.sampler, params, **others)
         after = RecordedState(after, before.fit)
-        recorder.send(after, None if params is None else optax.apply_updates(params, updates))
-        return updates, after
+        moved = None if params is None else optax.apply_updates(params, updates)
+        return updates, after._replace(fit=recorder.send(after, moved, are_driven))
 
     # JAX and `copy` rebuild named tuples from `init` and `update`.
     vars(init).update(recorder=recorder)
@@ -166,6 +173,8 @@ class _Recorder:
         self.settings: Options = {}
         self.failure: BaseException | None = None
         self.is_blind = False
+        self.leaves, self.sampled = list[str](), list[str]()  # Of the gradients; those that move.
+        self.driven, self.num_seen = set[str](), 0  # Those with a gradient, in so many draws.
         self.locked: contextlib.ExitStack | None = None
         self.starts: dict[int, Tree] = {}  # Parameters in each call of `init`.
         self.number = 0  # Of the call that the draws are of.
@@ -184,8 +193,11 @@ class _Recorder:
 
         return io_callback(begin, jax.ShapeDtypeStruct(chains, jnp.int32), params)
 
-    def _send(self, after: RecordedState, params: Tree) -> tuple[()]:
-        """Send the draws of all chains to the host if this call ends a tick."""
+    def _send(self, after: RecordedState, params: Tree, driven: Tree) -> jax.Array:
+        """Send the draws of all chains to the host if this call ends a tick.
+
+        It returns the number of the fit: before JAX 0.8 a call without a result is left out.
+        """
         per_step = state.find(after.sampler, "recorded").gradients_per_step
         stats = jax.vmap(state.stats)(after.sampler)
         step, part = jnp.divmod(stats.num_gradients, per_step)
@@ -197,10 +209,10 @@ class _Recorder:
         def send():
             draw = jax.vmap(state.last_accepted)(after.sampler, params)
             ends = {**stats._asdict(), "step": step}
-            io_callback(self._receive, None, is_tick, after.fit, ends, draw)
+            io_callback(self._receive, None, is_tick, after.fit, ends, draw, driven)
 
         jax.lax.cond(jnp.any(is_tick), send, lambda: None)
-        return ()
+        return after.fit
 
     def _receive(self, *sent: Tree):
         with self.threads:
@@ -213,7 +225,7 @@ class _Recorder:
                 self._unlock()
                 raise
 
-    def _keep(self, is_tick: np.ndarray, fits: np.ndarray, stats: Tree, params: Tree):
+    def _keep(self, is_tick: np.ndarray, fits: np.ndarray, stats: Tree, params: Tree, driven: Tree):
         """Keep a draw of all chains; on disk it is before the loop can write a checkpoint."""
         step, num_chains, own = int(stats["step"][0]), len(fits), int(fits[0])
         if np.any(fits != own) or np.any(stats["step"] != step) or own < self.number:
@@ -224,7 +236,12 @@ class _Recorder:
             return
         if own > self.number:
             self.number, self.draws, self.files = own, {}, None
+            self.driven, self.num_seen = set(), 0
             self.starts = {x: start for x, start in self.starts.items() if x >= own}
+        self.driven |= {
+            name for name, is_one in zip(self.leaves, driven, strict=True) if np.any(is_one)
+        }
+        self.num_seen += 1
         files = None if self.directory is None else self._open(self.directory, params)
         found, last = self.draws.get(step), max(self.draws, default=step - self.thin)
         if found is not None:
@@ -300,6 +317,10 @@ class _Recorder:
                 draws = load_snapshots(self.directory, like=like)
         if np.any(draws.trace["is_altered"]):
             raise ValueError("`draws`: the loop changed the updates. These are no posterior draws.")
+        resting = [x for x in self.leaves if x in self.sampled and x not in self.driven]
+        if resting and self.num_seen >= LEAST_SEEN:
+            zero = f"the gradient of {', '.join(resting)} was zero at all {self.num_seen} draws"
+            warn(f"`draws`: {zero}. {_checks.STOPPED}")
         if self.is_blind:
             blind = "changes of the updates, which make draws wrong, go unnoticed"
             warn(f"`draws`: the loop does not pass `params` to `update`, so that {blind}.")
