@@ -59,7 +59,8 @@ class Failing(logging.Handler):
     """Where the package notes that it cannot read the program of a loss, a test fails."""
 
     def emit(self, record):
-        raise AssertionError(record.getMessage()) from (record.exc_info or (None, None))[1]
+        if record.exc_info:
+            raise AssertionError(record.getMessage()) from record.exc_info[1]
 
 
 logging.getLogger("optax_smile").addHandler(Failing())

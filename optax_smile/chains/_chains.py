@@ -138,7 +138,7 @@ class Chains:
             self._check_different()
         if warns:
             if self.like.key is None:
-                _checks.warn_of_sum(where, self.losses, batch, self.per_chain, self.mesh)
+                _checks.warn_of_sum(where, self.losses, batch, self.counted, self.mesh)
             for check in (_checks.at_least(batch, self.counted), *self.tests(batch)):
                 _checks.warn_if_failed(where, check)
 

@@ -61,7 +61,8 @@ NONFINITE = "Their steps were rejected, which biases the draws. Are the batches 
 FACTORS = 0.5, 1, 2, 4
 # Batches of a list of which the terms of the loss are counted.
 MOST_COUNTED = 256
-# Where a program cannot be read, the reason goes here. The tests make it an error.
+# For what is no mistake. Where a program cannot be read, the reason goes here too: the tests of the
+# package make it an error.
 LOG = logging.getLogger("optax_smile")
 STOPPED = "Without a gradient, only prior and noise move it. To freeze it, leave it out of the"
 STOPPED += " sampler, with `optax.partition` and `optax.set_to_zero`, or with `eqx.partition`."
@@ -102,15 +103,26 @@ def judge(kind: str, value: tuple, bound: float, passed: bool, text: str, advice
 
 
 def warn_if_failed(where: str, check: Check | None):
-    """Warn of a check that failed, or of one that passed with advice."""
+    """Warn of a check that failed; write a line about one that passed with advice."""
     if check is not None and check.advice:
-        warn(f"`{where}`: {check.text} {check.advice}")
+        tell = LOG.warning if check.passed else warn
+        tell(f"`{where}`: {check.text} {check.advice}")
 
 
 STACK = "Stack a list of networks: `chains_from_weights([params, ...], num_chains=4, key=0)`."
 STARTS = dataclasses.replace(parallel.STACKED, floating=True, advice=STACK)
 WITHOUT_KEYS = "a tree of arrays of numbers [chain, ...]; a `stochastic` loss gets keys as `key=`"
 AUX = dataclasses.replace(parallel.STACKED, text=WITHOUT_KEYS, keys=False)
+
+
+class Counted(NamedTuple):
+    """What a count of the data needs: `number` is `num_data`, `like` the shapes of one chain."""
+
+    number: object
+    per_chain: bool
+    loss: FullLoss | None  # None if its program is not to be read.
+    like: Tree
+
 
 # The loss.
 
@@ -194,9 +206,9 @@ class Losses:
             _check.fail(where, argument, rule, f"one that returns {of_chain}")
 
 
-def warn_of_sum(where: str, losses: ChainLosses, batch: Batch, per_chain: bool, mesh: Mesh | None):
+def warn_of_sum(where: str, losses: ChainLosses, batch: Batch, counted: Counted, mesh: Mesh | None):
     """Warn of a loss that looks like a sum, see `check_mean`, or of one that cannot be tested."""
-    check, skip = check_mean(losses, batch, per_chain, mesh), "To skip this test, pass check=False."
+    check, skip = check_mean(losses, batch, counted, mesh), "To skip this test, pass check=False."
     if isinstance(check, Check):
         advice = "" if check.passed else f"{check.advice} {skip}"
         warn_if_failed(where, check._replace(advice=advice))
@@ -205,12 +217,14 @@ def warn_of_sum(where: str, losses: ChainLosses, batch: Batch, per_chain: bool, 
 
 
 def check_mean(
-    losses: ChainLosses, batch: Batch, per_chain: bool, mesh: Mesh | None
+    losses: ChainLosses, batch: Batch, counted: Counted, mesh: Mesh | None
 ) -> Check | str:
     """Find a loss that looks like a sum: the losses of two halves add up to that of the whole.
 
-    Returns the reason if that cannot be tested; "" if the batch is a single example or a vector.
+    A sum that is divided by a large constant passes. Returns the reason if that cannot be tested;
+    "" if the batch is a single example or a vector.
     """
+    per_chain = counted.per_chain
     # The axis "data" of the mesh must divide the halves.
     rows, least = num_rows(batch, per_chain), 1 if mesh is None else mesh.shape.get("data", 1)
     half = 0 if rows is None else rows // 2 // least * least
@@ -237,7 +251,10 @@ def check_mean(
         f"the losses of the two halves of the first batch add up to {ratio:.3f} times the loss of"
         " the whole (2 for a mean, 1 for a sum)."
     )
-    return judge("mean loss", (ratio,), 1.0, not abs(ratio - 1) < NEAR_ONE, text, SUMMED)
+    is_sum = abs(ratio - 1) < NEAR_ONE
+    if is_sum and (found := divisors([batch], counted)):
+        is_sum = not found.constant >= 2 * half
+    return judge("mean loss", (ratio,), 1.0, not is_sum, text, SUMMED)
 
 
 def traced(loss: FullLoss, *given: Tree) -> Tree:
@@ -412,15 +429,6 @@ def advice_on_axes(params: optax.Params, batches: object) -> str:
     return f"{axes} chains. {advice_on_single(batches)}".rstrip()
 
 
-class Counted(NamedTuple):
-    """What a count of the data needs: `number` is `num_data`, `like` the shapes of one chain."""
-
-    number: object
-    per_chain: bool
-    loss: FullLoss | None  # None if its program is not to be read.
-    like: Tree
-
-
 def check_list(where: str, batches: Sequence, per_chain: bool, counted: Counted | None = None):
     """Require a list of usable batches; with `counted` also warn of their sizes and amount."""
     hint, kind = advice_on_single(batches), type(batches).__name__
@@ -461,6 +469,7 @@ class Divisors(NamedTuple):
     are_terms: bool  # Whether it is the number of terms of the mean.
     depends: bool  # Whether it depends on the batch, beyond its shapes.
     number: float  # How many numbers the mean of the first batch is over.
+    constant: float  # By what the sum of the first batch is divided, besides; NaN if unknown.
 
 
 def at_least(batch: Batch, counted: Counted) -> Check | None:
@@ -556,7 +565,7 @@ def divisors(batches: Sequence[Batch], counted: Counted) -> Divisors | None:
     numbers, depends = np.array(each), bool(means[0].others)
     are_terms = bool(np.all((numbers >= 1) & (numbers == np.round(numbers))))
     are_terms &= not depends or numbers[0] <= means[0].number
-    return Divisors(numbers, are_terms, depends, means[0].number)
+    return Divisors(numbers, are_terms, depends, means[0].number, abs(means[0].constant))
 
 
 def _num_terms(mean: Tree, batch: Batch, rows: int) -> float:

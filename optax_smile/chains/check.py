@@ -98,8 +98,9 @@ def check(
     its arguments. You do not need it for `sample`, which makes such tests itself.
 
     It tests the loss (a sum, weight decay or a prior in it, probabilities in place of logits,
-    outputs that broadcast against the targets), `num_data`, the sizes and the order of the batches,
-    numbers that are not finite, what surrounds the sampler (only a clip by the global norm may
+    outputs that broadcast against the targets, a gradient that is stopped, a divisor that depends
+    on the batch), `num_data`, the sizes and the order of the batches, numbers that are not finite,
+    also in `aux`, what surrounds the sampler (only a clip by the global norm may
     precede it, and nothing may follow), the start (too few data for the parameters), the step size
     (a learning rate is too short), and whether chains share a key or are identical.
 
@@ -199,7 +200,7 @@ def _of_chains(
     if np.all(np.isfinite(losses)):
         mean = None
         if not others["stochastic"]:
-            mean = _checks.check_mean(chains.losses, batches[0], False, None)
+            mean = _checks.check_mean(chains.losses, batches[0], chains.counted, None)
         if isinstance(mean, Check):
             yield mean
         yield from chains.tests(batches[0])

@@ -67,7 +67,8 @@ def sample(
         thin: steps between draws, >= 1. The first draw is step num_warmup + thin.
         key: JAX key or seed. The sampler and the loss of each chain get their own keys.
         aux: auxiliary state of the model, such as running means of BatchNorm, each leaf
-            `[chain, ...]`. Rejected steps leave it unchanged. Draws are then
+            `[chain, ...]`. Rejected steps leave it unchanged, and a step after which a number in it
+            is no longer finite is rejected, with a warning. Draws are then
             `{"params": ..., "aux": ...}`.
         stochastic: whether the loss is random, as with dropout. It then receives a new `key=` for
             each gradient.

@@ -213,7 +213,9 @@ def warmstart(
                     losses.check(members, batch)
                     if check and not stochastic:
                         of_batch = partial(losses, members)
-                        _checks.warn_of_sum("warmstart", of_batch, batch, False, mesh)
+                        like = _on_host.shapes_of_one(members)
+                        counted = _checks.Counted(None, False, None if mesh else loss, like)
+                        _checks.warn_of_sum("warmstart", of_batch, batch, counted, mesh)
                     if validation is not None:
                         losses.check(members, validation, "validation")
                         # A loss may ignore missing numbers.

@@ -141,6 +141,10 @@ def _update(dynamics: Dynamics, run: Callable) -> Callable:
         if params is None:
             raise ValueError(_tree.MISSING_PARAMS)
         value = mean_loss(where, value, loss, others)
+        flag: Tree = reject
+        is_flag = isinstance(flag, bool) or str(getattr(flag, "dtype", "")) == "bool"
+        if flag is not None and not (is_flag and np.shape(flag) == ()):
+            _check.fail(where, "reject", "a scalar True or False", _check.show(reject))
         if not isinstance(state, PackedState):
             _check.fail(where, "state", state_of(dynamics.name), _check.show(state))
         check_format(where, "state", state)

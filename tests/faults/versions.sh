@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# The lower bounds of pyproject.toml, and the newest packages that there are, each in an environment
-# of its own: whether a short part of the tests passes there. `versions.sh [oldest] [newest]`.
+# The lower bounds of the run-time dependencies in pyproject.toml, with nothing else that needs JAX,
+# and the newest packages that there are with all extras, each in an environment of its own: whether
+# a part of the tests passes there. `versions.sh [oldest] [newest] [quick]`: quick takes few tests.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1 MPLBACKEND=Agg PYTHONPATH=$PWD
-TESTS=(
-  tests/test_contract.py tests/test_dropin.py tests/test_resume.py tests/test_snapshots.py
-  tests/test_predict.py tests/test_warmstart.py tests/test_plots.py
-)
+TOOLS=(pytest pytest-xdist hypothesis chex)
+TESTS=(tests/test_{contract,stationarity,run,resume,sampling,warmstart,wrong_likelihood}.py)
+# What the extras are for.
+OTHERS=(tests/test_{dropin,plots,predict,snapshots}.py)
+QUICK=(tests/test_run.py optax_smile/samplers)
 TOLD='^(jax|jaxlib|optax|flax|numpy|orbax-checkpoint|safetensors|arviz|chex)=='
 
 # What users install, one requirement a line; with "==" for ">=" where the oldest is wanted.
@@ -17,20 +19,26 @@ requirements() {
   python3 - "$1" <<'PYTHON'
 import sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-extras = project["optional-dependencies"]
-names = ("flax", "storage", "diagnostics", "arviz", "eval", "plots", "progress")
+extras, is_oldest = project["optional-dependencies"], sys.argv[1] == "oldest"
+names = ("storage",) if is_oldest else ("flax", "storage", "diagnostics", "arviz", "eval", "plots", "progress")
 wanted = sum((extras[name] for name in names), project["dependencies"])
-print(*(x.replace(">=", "==") if sys.argv[1] == "oldest" else x for x in wanted), sep="\n")
+print(*(x.replace(">=", "==") if is_oldest else x for x in wanted), sep="\n")
 PYTHON
 }
 
-for age in ${@:-oldest newest}; do
+ages=() quick=
+for word in "${@:-oldest newest}"; do
+  [ "$word" = quick ] && quick=yes || ages+=($word)
+done
+for age in "${ages[@]}"; do
   python3 -m venv "$work/$age"
   requirements "$age" > "$work/$age.txt"
-  "$work/$age/bin/pip" install -qq --upgrade --upgrade-strategy eager \
-    . -r "$work/$age.txt" pytest pytest-xdist hypothesis chex equinox grain
+  tests=("${TESTS[@]}")
+  [ "$age" = oldest ] || { tests+=("${OTHERS[@]}") && TOOLS+=(equinox grain); }
+  [ -z "$quick" ] || tests=("${QUICK[@]}")
+  "$work/$age/bin/pip" install -qq --upgrade --upgrade-strategy eager . -r "$work/$age.txt" "${TOOLS[@]}"
   echo "== $age: $("$work/$age/bin/pip" freeze | grep -E "$TOLD" | tr '\n' ' ')"
   # Packages of another time deprecate what is theirs.
   "$work/$age/bin/python" -m pytest -q -n 3 -p no:cacheprovider \
-    -W default::DeprecationWarning "${TESTS[@]}"
+    -W default::DeprecationWarning "${tests[@]}"
 done
