@@ -118,8 +118,8 @@ DEFECTS = r"""
 + jnp.maximum(share, NOISE_PART)
 # stages/rejection.py | test_guardrail.py
 = non-finite steps are kept | without_values
-- return counted, is_outlier | ~is_finite
-+ return counted, is_outlier
+- reject = is_outlier | ~is_finite
++ reject = is_outlier
 = run of good calls is not reset by a bad one | after_non_finite_calls
 - finite_run = jnp.where(is_finite, optax.safe_increment(state.finite_run), 0)
 + finite_run = jnp.where(is_finite, optax.safe_increment(state.finite_run), state.finite_run)
@@ -194,8 +194,8 @@ DEFECTS = r"""
 + for x in {*Potential._fields} - {"temperature"} if x in arguments
 # samplers/_microcanonical.py | test_langevin.py
 = steps of negative size are made | negative_size
-- error.all_finite & (base >= 0), is_outlier
-+ error.all_finite, is_outlier
+- is_finite = error.all_finite & (base >= 0)
++ is_finite = error.all_finite
 # samplers/sgld.py | test_langevin.py
 = half the noise | test_sgld
 - amplitude = jnp.sqrt(2 * call.step_size)
