@@ -385,16 +385,16 @@ def test_memory_does_not_grow_with_the_draws(tmp_path):
     """500 draws would be 24 MB, on the device or the host, and more than 500 objects."""
     params = {**start(), "wide": jnp.zeros((runs.CHAINS, 4_000))}
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    live, host, blocks = {}, {}, ([], [])
+    live, host, blocks = {}, {}, ([], [], [])
 
     def look(step):
         if step % 100 < 10:
             live[step] = sum(array.nbytes for array in jax.live_arrays())
-        if 190 < step % 500 <= 200:
+        if 190 < step % 250 <= 200:
             gc.collect()
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             host[step] = pages * os.sysconf("SC_PAGE_SIZE")
-            blocks[step // 500].append(sys.getallocatedblocks())
+            blocks[step // 250].append(sys.getallocatedblocks())
 
     steps: dict[str, Any] = {"num_warmup": 0, "num_draws": 701, "thin": 1, "check": False}
     run(tmp_path, loss=loss_of_wide, params=params, callback=look, **steps)
@@ -402,5 +402,6 @@ def test_memory_does_not_grow_with_the_draws(tmp_path):
     # Two draws wait for the disk.
     assert max(later) - early <= 3 * size
     assert host[700] - host[200] < 10e6
-    # What waits for the disk, or for another process, comes and goes.
-    assert min(blocks[1]) - min(blocks[0]) < 500
+    # What waits for the disk, or for another process, comes and goes. What is made once, such as by
+    # a garbage collection of other tests, is made in one of the halves.
+    assert min(np.diff([min(x) for x in blocks])) < 250

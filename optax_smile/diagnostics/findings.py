@@ -54,7 +54,7 @@ FAR_BELOW = 0.3
 # draw on.
 MOST_EQUAL = 0.1
 # Norms of clipped gradients agree up to rounding. Others do so at few draws.
-SAME_NORM, MOST_SAME = 3e-6, 0.1
+SAME_NORM, MOST_SAME, LEAST_MOVE = 3e-6, 0.1, 1e-4
 # More groups of chains are counted, not listed.
 MOST_GROUPS = 6
 
@@ -284,8 +284,9 @@ def _altered(run: Run) -> Iterator[Finding]:
         yield Finding("altered", altered > 0, altered, 0, text, ".0f")
     if "gradient_norm" in run.trace and run.num_draws >= LEAST_DRAWS_JUDGED:
         norms = run.trace["gradient_norm"][:, 1 - run.num_draws :]
-        # Of rejected calls it is zero, and a chain that rests repeats it.
-        norms = np.sort(np.where((norms > 0) & (run.paths.moved > 0), norms, np.nan), axis=1)
+        # Of rejected calls it is zero, and a chain that hardly moves repeats it.
+        moves = run.paths.moved > LEAST_MOVE * run.paths.norm[:, 1:]
+        norms = np.sort(np.where((norms > 0) & moves, norms, np.nan), axis=1)
         ends = [np.searchsorted(x, x * (1 + SAME_NORM), "right") for x in norms]
         same = np.where(np.isnan(norms), 0, ends - np.arange(norms.shape[1])).max(axis=1)
         share, text = same / norms.shape[1], "the gradients at {} of the draws have the same norm"
