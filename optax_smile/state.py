@@ -260,6 +260,7 @@ def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
 def check_place(where: str, argument: str, state: Tree, params: Tree = None):
     """Require a sampler that sees leaves of `params` as they are, while the other leaves rest."""
     sampled = getattr(find(state, where, argument), "like_params", None)
+    params, sampled = map(_tree.without_variables, (params, sampled))
     if params is not None and _tree.leaves_like(sampled, params) is None:
         rule, got = "one that gets the leaves of `params` as they are", "one in `optax.flatten`"
         _check.fail(where, argument, rule, got, "Leave out `optax.flatten`.")
