@@ -40,8 +40,7 @@ def as_numeric(where: str, argument: str, tree: Tree, *, copy: bool = False) -> 
             elif wide := _beyond(array):
                 got, advice = f"{got} with {wide}", WIDE
             else:
-                native = array.astype(array.dtype.newbyteorder("="), copy=False)
-                return leaf if isinstance(leaf, int) else native
+                return leaf if isinstance(leaf, int) else _check.native(array)
         got = f"{got} at {at}" if at else got
         _check.fail(where, argument, "a tree of arrays of numbers", got, advice)
 

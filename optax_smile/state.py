@@ -398,10 +398,8 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
     if axes := jnp.shape(last.num_gradients):
         rule, remedy = "that of a single chain", "Use `jax.vmap(optax_smile.last_accepted)`."
         _check.fail("last_accepted", "state", rule, f"one with the leading axes {axes}", remedy)
-    params, own = (
-        _tree.without_variables(params),
-        _tracked.params_of(_tree.without_variables(state)),
-    )
+    params, bare = map(_tree.without_variables, (params, state))
+    own = _tracked.params_of(bare)
     params = own if params is None else params
     if params is None:
         rule = "the parameters after `optax.apply_updates`"

@@ -308,7 +308,7 @@ TERMS: dict[str, tuple[Any, Any, tuple[int, ...], int, str]] = {
         400,
         "a number of the batch, which is 40 to 360",
     ),
-    "unequal means": (over_known_with_where, [SHORT, LONG], (), 400, "their mean 200:"),
+    "unequal means": (over_known_with_where, [SHORT, LONG], (), 400, "by their mean, 200."),
     "a constant": (
         over_all_with_weights,
         [SHORT, LONG],

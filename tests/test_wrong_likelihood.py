@@ -291,6 +291,22 @@ def test_right_losses_stay_silent(name):
     assert said_of(loss, batch, **dict(given)) == []
 
 
+def test_a_sum_over_a_constant_is_a_mean_unless_it_is_that_of_all_data():
+    """`num_data` times the loss would otherwise be the sum over one batch."""
+
+    def kinds(divisor, num_data) -> list[str]:
+        def loss(params, batch):
+            return jnp.sum((one(params, batch[0]) - batch[1]) ** 2) / (2 * divisor)
+
+        sampler = optax_smile.sgld(1e-6, num_data=num_data, key=0)
+        found = optax_smile.check(loss, PARAMS, [(X, REAL)] * 2, sampler).findings
+        return [x.kind for x in found if x.kind == "mean loss"]
+
+    assert kinds(ROWS, 10 * ROWS) == kinds(ROWS, ROWS) == []
+    for divisor, num_data in ((1, 80), (80, 80), (9_000, 9_000), (9_000, 99_000)):
+        assert kinds(divisor, num_data) == ["mean loss"], divisor
+
+
 FROZEN = optax.partition(
     {"sampled": SAMPLER, "frozen": optax.set_to_zero()}, {"w": "frozen", "log_std": "sampled"}
 )

@@ -97,10 +97,9 @@ class Chains:
         self._record = _compiled(_record_of_chain, mesh)
         self.loss = loss
         number = (self.settings or {}).get("num_data")
-        # Otherwise the loss may need arrays that are spread over devices.
-        self._is_read = specs is None and (mesh is None or parallel.DATA not in mesh.shape)
-        readable = loss if self._is_read else None
-        self.counted = _checks.Counted(number, per_chain, readable, self.like)
+        # Another loss may need arrays that are spread over devices.
+        is_read = specs is None and (mesh is None or parallel.DATA not in mesh.shape)
+        self.counted = _checks.Counted(number, per_chain, loss if is_read else None, self.like)
         self._losses = _checks.Losses("sample", loss, self.number, per_chain, mesh, hint)
         self._draw = _compiled(_draw_of_chain, mesh)
 
@@ -162,15 +161,14 @@ class Chains:
         start, params = _on_host.local(self.losses(batch)), self.tree.params
         if found := _checks.rise(self.losses, batch, params, start, self.settings):
             yield found
-        if not _settings.are_posterior(self.settings):
+        if self.counted.loss is None or not _settings.are_posterior(self.settings):
             return
         one = jax.tree.map(lambda x: x[0], batch) if self.per_chain else batch
+        program = _checks.traced(self.counted.loss, self.like, one)
         has_log_prior = (self.settings or {}).get("log_prior") is not None
-        if self._is_read:
-            yield from _checks.check_leaves(self.loss, self.like, one, has_log_prior)
+        yield from _checks.check_leaves(program, self.like, has_log_prior)
         if self.mesh is None:
-            given = self.loss, self.tree, self.losses, batch, self.per_chain
-            yield from _checks.check_program(*given)
+            yield from _checks.check_program(program, params, self.losses, batch, self.per_chain)
 
     def advance(self, batches: list[Batch]):
         """Make an update with each batch; those of several steps in one call if shapes agree."""

@@ -7,7 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -115,13 +115,18 @@ WITHOUT_KEYS = "a tree of arrays of numbers [chain, ...]; a `stochastic` loss ge
 AUX = dataclasses.replace(parallel.STACKED, text=WITHOUT_KEYS, keys=False)
 
 
-class Counted(NamedTuple):
-    """What a count of the data needs: `number` is `num_data`, `like` the shapes of one chain."""
+@dataclasses.dataclass
+class Counted:
+    """What a count of the data needs: `number` is `num_data`, `like` the shapes of one chain.
+
+    The loss is None if its program is not to be read. `means` has what `divisors` has read.
+    """
 
     number: object
     per_chain: bool
-    loss: FullLoss | None  # None if its program is not to be read.
-    like: Tree
+    loss: FullLoss | None = None
+    like: Tree = None
+    means: dict[str, Tree] = dataclasses.field(default_factory=dict)
 
 
 # The loss.
@@ -221,8 +226,8 @@ def check_mean(
 ) -> Check | str:
     """Find a loss that looks like a sum: the losses of two halves add up to that of the whole.
 
-    A sum that is divided by a large constant passes. Returns the reason if that cannot be tested;
-    "" if the batch is a single example or a vector.
+    A sum passes if it is divided by a constant from the number of examples to that of its terms.
+    Returns the reason if that cannot be tested; "" if the batch is a single example or a vector.
     """
     per_chain = counted.per_chain
     # The axis "data" of the mesh must divide the halves.
@@ -253,20 +258,27 @@ def check_mean(
     )
     is_sum = abs(ratio - 1) < NEAR_ONE
     if is_sum and (found := divisors([batch], counted)):
-        is_sum = not found.constant >= 2 * half
+        # The loss is multiplied by the number of all data, so it must not be divided by it as well.
+        number = counted.number if isinstance(counted.number, int | float) else math.inf
+        is_of_all = 2 * half < number and found.constant / number in FACTORS
+        is_sum = is_of_all or not 2 * half <= found.constant <= FACTORS[-1] * found.number
     return judge("mean loss", (ratio,), 1.0, not is_sum, text, SUMMED)
 
 
-def traced(loss: FullLoss, *given: Tree) -> Tree:
-    """Return the program of a loss; None if the loss fails, which is told elsewhere."""
+def traced(loss: FullLoss, like: Tree, batch: Batch) -> Tree:
+    """Return the program of a loss of one chain; None if the loss fails, which is told elsewhere.
+
+    Its arguments are `params`, `aux` and `key` of `like`, and the batch.
+    """
     with contextlib.suppress(Exception):
+        given = like.params, like.aux, like.key, batch
         return jax.make_jaxpr(lambda *given: loss(*given)[0])(*given)
 
 
 def reading(function: str, *given: Tree) -> Tree:
-    """Call a function of `_program`; None if it fails, which must not end a run.
+    """Call a function of `_program`; None if there is no program or it fails.
 
-    It reads programs of JAX, whose parts change from version to version.
+    It reads programs of JAX, whose parts change from version to version. That must not end a run.
     """
     if given[0] is None:
         return None
@@ -280,17 +292,15 @@ def reading(function: str, *given: Tree) -> Tree:
 
 
 def check_program(
-    loss: FullLoss, chains: Tree, losses: ChainLosses, batch: Batch, per_chain: bool
+    program: Tree, params: Tree, losses: ChainLosses, batch: Batch, per_chain: bool
 ) -> Iterator[Check]:
-    """Find what is wrong in the program of a loss, see `_program.read`."""
-    key = None if chains.key is None else jax.random.clone(chains.key)
-    params, *others = jax.tree.map(lambda x: x[0], (chains.params, chains.aux, key))
-    others.append(jax.tree.map(lambda x: x[0], batch) if per_chain else batch)
-    found = reading("read", traced(loss, params, *others), params, size(batch, per_chain))
+    """Find what is wrong in the program of a loss, see `_program.read`; `params` `[chain, ...]`."""
+    one = jax.tree.map(lambda x: x[0], params)
+    found = reading("read", program, one, size(batch, per_chain))
     if found is None:
         yield skipped("penalty, logits, pairs")
         return
-    if "pairs" in found and not _loses_pairs(losses, batch, chains.params, per_chain):
+    if "pairs" in found and not _loses_pairs(losses, batch, params, per_chain):
         found.remove("pairs")
     for kind, (text, verbs, advice) in PROGRAM.items():
         passed = kind not in found
@@ -298,20 +308,19 @@ def check_program(
 
 
 def skipped(kind: str) -> Check:
-    """Name a test that was not made, with a bound of NaN."""
+    """Name tests that were not made, with a bound of NaN."""
     text = "the program of `loss_fn` cannot be read with this version of JAX."
     return judge(kind, (), math.nan, True, text, "")
 
 
-def check_leaves(loss: FullLoss, like: Tree, batch: Batch, others: bool) -> Iterator[Check]:
+def check_leaves(program: Tree, like: Tree, has_log_prior: bool) -> Iterator[Check]:
     """Find leaves that the sampler moves, but for which the program of the loss has no gradient.
 
-    `like` has the shapes of one chain; `others` says that the posterior has other terms.
+    `like` has the shapes of one chain. A log prior may depend on what the loss does not read.
     """
     received = find(like.state, "sample").last_received()
-    moved = names(like.params if received is None else received[0])
-    paths = names(like.params)
-    program = traced(loss, like.params, like.aux, like.key, batch)
+    moved = leaf_names(like.params if received is None else received[0])
+    paths = leaf_names(like.params)
     found = reading("reached", program, len(paths))
     if found is None:
         yield skipped("gradients, unread")
@@ -322,13 +331,14 @@ def check_leaves(loss: FullLoss, like: Tree, batch: Batch, others: bool) -> Iter
     text = f"`loss_fn` depends on {', '.join(stopped)}, but has no gradient there."
     text = text if stopped else "`loss_fn` has a gradient wherever it depends on parameters."
     yield judge("gradients", (float(len(stopped)),), 0.0, not stopped, text, STOPPED)
-    if unread and not others:
+    if unread and not has_log_prior:
         text = f"`loss_fn` does not read {', '.join(unread)}: these are draws from the prior."
         advice = "Leave it out of the parameters, if that is not meant."
         yield Check("unread", (), (float(len(unread)),), 0.0, True, advice, text)
 
 
-def names(tree: Tree) -> list[str]:
+def leaf_names(tree: Tree) -> list[str]:
+    """Name the leaves of a tree by their paths."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [jax.tree_util.keystr(path) or "the only leaf" for path, _ in leaves]
 
@@ -491,8 +501,9 @@ def unequal_terms(found: Divisors | None) -> Check | None:
     low, high, mean = (float(f(found.each)) for f in (np.min, np.max, np.mean))
     passed = high <= NEARLY_EQUAL * low
     text = f"`loss_fn` divides by a number of the batch, which is {low:.4g} to {high:.4g}."
-    advice = f"Divide by a constant, such as their mean {mean:.6g}: otherwise terms of batches with"
-    advice += " a small number count more."
+    advice = (
+        f"The terms of a batch with a small number count more. Divide by their mean, {mean:.6g}."
+    )
     return judge("batch terms", (low, high), NEARLY_EQUAL, passed, text, advice)
 
 
@@ -504,7 +515,7 @@ def amount(batches: Sequence[Batch], counted: Counted, found: Divisors | None) -
     of the mean that the loss is count in place of the examples, if its program tells them. The
     number of the batches, or the size of one, fails if there are more distinct examples.
     """
-    number, per_chain, *_ = counted
+    number, per_chain = counted.number, counted.per_chain
     sizes = [size(batch, per_chain) or 0 for batch in batches]
     if 0 in sizes or not isinstance(number, int | float):
         return None
@@ -547,25 +558,26 @@ def _some(batches: Sequence[Batch]) -> Sequence[Batch]:
 
 def divisors(batches: Sequence[Batch], counted: Counted) -> Divisors | None:
     """Read in the program of the loss what it is divided by; None if it does not tell."""
-    _, per_chain, loss, like = counted
-    each, means, programs = [], [], dict[str, Tree]()
+    if counted.loss is None:
+        return None
+    each, first = [], None
     for batch in _some(batches):
-        rows = size(batch, per_chain) or 0
-        batch = jax.tree.map(lambda x: x[0], batch) if per_chain else batch
+        rows = size(batch, counted.per_chain) or 0
+        batch = jax.tree.map(lambda x: x[0], batch) if counted.per_chain else batch
         shapes = str(jax.tree.map(jnp.shape, batch))
-        if shapes not in programs:
-            program = traced(loss, like.params, like.aux, like.key, batch) if loss else None
+        if shapes not in counted.means:
+            program = traced(counted.loss, counted.like, batch)
             found = reading("mean_of", program, batch) if rows else None
-            if not found:
-                return None
-            programs[shapes] = found[0], _reuse.Program(found[1])
-        mean, others = programs[shapes]
-        means.append(mean)
+            counted.means[shapes] = found and (found[0], _reuse.Program(found[1]))
+        if not counted.means[shapes]:
+            return None
+        mean, others = counted.means[shapes]
+        first = first or mean
         each.append(float(others(batch)) if mean.others else _num_terms(mean, batch, rows))
-    numbers, depends = np.array(each), bool(means[0].others)
+    first, numbers = cast(Tree, first), np.array(each)
     are_terms = bool(np.all((numbers >= 1) & (numbers == np.round(numbers))))
-    are_terms &= not depends or numbers[0] <= means[0].number
-    return Divisors(numbers, are_terms, depends, means[0].number, abs(means[0].constant))
+    are_terms &= not first.others or numbers[0] <= first.number
+    return Divisors(numbers, are_terms, bool(first.others), first.number, abs(first.constant))
 
 
 def _num_terms(mean: Tree, batch: Batch, rows: int) -> float:
@@ -672,8 +684,8 @@ def count_others(
     if are_lost is not None and past.num_lost is not None:
         past = past._replace(num_lost=_tree.count(past.num_lost, are_lost))
     received = state.last_received()
-    seen = {*names(grads if received is None else received[0])}
-    pairs = zip(names(grads), jax.tree.leaves(grads), jax.tree.leaves(updates), strict=True)
+    seen = {*leaf_names(grads if received is None else received[0])}
+    pairs = zip(leaf_names(grads), jax.tree.leaves(grads), jax.tree.leaves(updates), strict=True)
     others = [(g, u) for name, g, u in pairs if name not in seen]
     if not others:
         return past
@@ -764,13 +776,14 @@ def check_aux(seen: Gradients, aux: Tree) -> Check | None:
 
 
 def listed(tree: Tree, flags: np.ndarray) -> str:
-    return ", ".join(name for name, flag in zip(names(tree), flags, strict=True) if flag)
+    """List the names of the leaves with a flag."""
+    return ", ".join(name for name, flag in zip(leaf_names(tree), flags, strict=True) if flag)
 
 
 def check_gradients(where: str, seen: Gradients, are_compared: bool, aux: Tree):
     """Require finite gradients at the start, which the sampler receives; a clip may act on them.
 
-    Nor may `aux` always be lost.
+    Some call must leave `aux` finite, and leaves that are not sampled may not move uphill.
     """
     lost = np.flatnonzero(~seen.starts_finite).tolist()
     if lost:

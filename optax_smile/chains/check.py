@@ -194,9 +194,8 @@ def _of_chains(
             _check.fail("check", "batch", _checks.USABLE, got, advice)
     found = _checks.divisors(batches, chains.counted)
     test = _checks.amount(batches, chains.counted, found) if is_whole else None
-    yield from filter(
-        None, (_checks.unequal_terms(found), test or _checks.at_least(batches[0], chains.counted))
-    )
+    test = test or _checks.at_least(batches[0], chains.counted)
+    yield from filter(None, (_checks.unequal_terms(found), test))
     if np.all(np.isfinite(losses)):
         mean = None
         if not others["stochastic"]:

@@ -105,7 +105,7 @@ def recorded(
         begun = inner.init(params)
         state.check_place("recorded", "sampler", begun, params)
         received = state.find(begun, "recorded", "sampler").last_received()
-        recorder.sampled = _checks.names(params if received is None else received[0])
+        recorder.sampled = _checks.leaf_names(params if received is None else received[0])
         if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
             rule, got = "called outside of `shard_map`", "a call inside"
             _check.fail("recorded", "init", rule, got, "Use `sample`, which takes a mesh.")
@@ -121,7 +121,7 @@ def recorded(
             with jax.ensure_compile_time_eval():
                 recorder.settings = _settings.of(sampler, shapes) or {}
         recorder.is_blind |= params is None
-        recorder.leaves = _checks.names(updates)
+        recorder.leaves = _checks.leaf_names(updates)
         are_driven = [jnp.any(x != 0) for x in jax.tree.leaves(updates)]
         updates, after = inner.update(updates, before.sampler, params, **others)
         after = RecordedState(after, before.fit)
@@ -238,9 +238,8 @@ class _Recorder:
             self.number, self.draws, self.files = own, {}, None
             self.driven, self.num_seen = set(), 0
             self.starts = {x: start for x, start in self.starts.items() if x >= own}
-        self.driven |= {
-            name for name, is_one in zip(self.leaves, driven, strict=True) if np.any(is_one)
-        }
+        are_driven = zip(self.leaves, map(np.any, driven), strict=True)
+        self.driven |= {name for name, is_driven in are_driven if is_driven}
         self.num_seen += 1
         files = None if self.directory is None else self._open(self.directory, params)
         found, last = self.draws.get(step), max(self.draws, default=step - self.thin)

@@ -430,7 +430,6 @@ def load_snapshots(
     directory = Path(directory)
     manifest = _format.read_manifest("load_snapshots", directory)
     structure = None
-    structure = None
     if like is not None:
         # `sample` takes variables of Flax nnx out of the parameters, and leaves those of `aux`.
         bare = _tree.without_variables(like)
