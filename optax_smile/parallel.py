@@ -19,6 +19,7 @@ __all__ = ["init", "over_chains", "place", "place_batch", "step"]
 
 Carry = TypeVar("Carry")
 CHAIN, DATA = "chain", "data"
+OLDEST = (0, 7)  # Of JAX that has what a mesh needs.
 
 
 class ChainMesh(_check.Constraint):
@@ -31,6 +32,8 @@ class ChainMesh(_check.Constraint):
             got = f"the axes {tuple(value.shape)}" if isinstance(value, Mesh) else repr(value)
             advice = 'Make one with `jax.make_mesh((jax.device_count(),), ("chain",))`.'
             _check.fail(where, argument, self.text, got, advice)
+        if jax.__version_info__ < OLDEST:
+            _check.fail(where, argument, f"{self.text} and JAX 0.7 or newer", jax.__version__)
         return value
 
 

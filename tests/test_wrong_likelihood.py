@@ -91,8 +91,10 @@ def scaled_column(params, batch):
 def unusual(params, batch):
     """Operations on parameters alone that must not run again, or that `vmap` cannot batch."""
     jax.debug.callback(lambda: None)
-    spec, mesh = jax.sharding.PartitionSpec(), jax.make_mesh((1,), ("one",))
-    w = jax.shard_map(lambda w: w, mesh=mesh, in_specs=spec, out_specs=spec)(params["w"])
+    spec, mesh, w = jax.sharding.PartitionSpec(), jax.make_mesh((1,), ("one",)), params["w"]
+    # Older releases of JAX have it elsewhere.
+    if hasattr(jax, "shard_map"):
+        w = jax.shard_map(lambda w: w, mesh=mesh, in_specs=spec, out_specs=spec)(w)
     w = jax.lax.fori_loop(0, 2, lambda _, w: w, w)
     w = jax.lax.cond(jnp.sum(w) > 0, lambda w: w, lambda w: -w, w)
     same = jax.ShapeDtypeStruct(w.shape, w.dtype)
@@ -119,6 +121,11 @@ def altered(change):
 def looped(w):
     total, _ = jax.lax.scan(lambda sum, _: (sum + detached(w), None), jnp.zeros_like(w), length=3)
     return total
+
+
+def looped_with_count(w):
+    (_, w), _ = jax.lax.scan(lambda c, _: ((c[0] + 1, 1.1 * c[1]), None), (0, w), length=3)
+    return w
 
 
 def branched(w):
@@ -263,6 +270,7 @@ RIGHT: dict[str, Any] = {
     ),
     "units that are off": (altered(lambda w: jax.nn.relu(w - 1e3)), (X, REAL)),
     "a part that is frozen": (altered(lambda w: w.at[0].set(detached(w[0]))), (X, REAL)),
+    "a loop of two": (altered(lambda w: -looped_with_count(w)), (X, REAL)),
     "a loop": (altered(lambda w: jax.lax.fori_loop(0, 3, lambda _, w: 1.1 * w, w)), (X, REAL)),
     "callbacks, loops and shards": (unusual, (X, LABELS)),
     "regression with a sampled scale": (gaussian, (X, REAL)),

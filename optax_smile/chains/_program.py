@@ -246,7 +246,8 @@ def _combine(eqn, name: str, marks: list[Mark], form: str) -> list[Mark]:
     if name == "mul" and marks[0].value is not None and len(marks[1].terms) > len(terms):
         terms = [apply(marks[0].value, x) for x in marks[1].terms]
     terms = terms if len(terms) <= MOST_TERMS else []
-    return [Mark(results[0], terms, form), *(Mark(x, [x]) for x in results[1:])]
+    others = [Mark(x, [] if x is None else [x]) for x in results[1:]]
+    return [Mark(results[0], terms, form), *others]
 
 
 def _run(eqn, marks: list[Mark]) -> list[Tree]:

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/../.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1 MPLBACKEND=Agg PYTHONPATH=$PWD
-TOOLS=(pytest pytest-xdist hypothesis chex)
+TOOLS=(pytest pytest-xdist hypothesis chex tqdm)
 TESTS=(tests/test_{contract,stationarity,run,resume,sampling,warmstart,wrong_likelihood}.py)
 # What the extras are for.
 OTHERS=(tests/test_{dropin,plots,predict,snapshots}.py)
