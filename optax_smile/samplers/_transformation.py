@@ -135,15 +135,14 @@ def _update(dynamics: Dynamics, run: Callable) -> Callable:
         *,
         value: Unchecked = None,
         loss: Unchecked = None,
-        reject: jax.Array | None = None,
+        reject: Unchecked = None,
         **others: Unchecked,
     ) -> tuple[optax.Updates, PackedState]:
         if params is None:
             raise ValueError(_tree.MISSING_PARAMS)
         value = mean_loss(where, value, loss, others)
-        flag: Tree = reject
-        is_flag = isinstance(flag, bool) or str(getattr(flag, "dtype", "")) == "bool"
-        if flag is not None and not (is_flag and np.shape(flag) == ()):
+        kind = str(getattr(reject, "dtype", type(reject).__name__))
+        if reject is not None and (kind != "bool" or np.shape(reject)):
             _check.fail(where, "reject", "a scalar True or False", _check.show(reject))
         if not isinstance(state, PackedState):
             _check.fail(where, "state", state_of(dynamics.name), _check.show(state))
