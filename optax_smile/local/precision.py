@@ -202,8 +202,8 @@ def local_precision(
 
     first = _check_loss(where, loss_fn, params, batches)
     if check:
-        given = lambda part: losses(chains, [part]), first, _checks.Counted(None, False)  # noqa: E731
-        _checks.warn_of_sum(where, *given, None)
+        counted = _checks.Counted(None, per_chain=False)
+        _checks.warn_of_sum(where, lambda part: losses(chains, [part]), first, counted, None)
     start_loss = float(losses(chains)[0])
     if not np.isfinite(start_loss):
         rule = "weights at which the loss is finite"
