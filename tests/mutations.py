@@ -108,11 +108,11 @@ DEFECTS = r"""
 - jnp.sqrt(state.usual_length) * jnp.sqrt(length)
 + length
 = narrow posteriors take the rate of old changes | twice_the_width
-- over(per_angle, rate)
-+ over(per_angle, change)
-= clean gradients take long steps | twice_the_width
-- ANGLE + noisiness * (wide - ANGLE)
-+ wide
+- self._angle(evidence, rate, share, noisiness)
++ self._angle(evidence, change, share, noisiness)
+= clean gradients count as noise | follow_the_width
+- clean + noisiness * (noise - clean)
++ noise
 = noise gets the angle of clean gradients | angle_over_the_change
 - jnp.maximum(share, NOISE_PART) ** 2
 + jnp.maximum(share, NOISE_PART)
@@ -148,8 +148,8 @@ DEFECTS = r"""
 + 1 - cosine**2, SMALLEST_SHARE
 # stages/evidence.py | test_momentum.py
 = matched noise by whole gradients | right_angle and matched
-- return turn, jnp.where(known, jnp.sqrt(
-+ return turn, jnp.where(~known, jnp.sqrt(
+- change = jnp.where(known, jnp.sqrt(
++ change = jnp.where(~known, jnp.sqrt(
 # samplers/_microcanonical.py | test_preconditioner.py
 = change across a new scale | change_of_the_scale
 - scale_stays = self.preconditioner.stays(state.dynamics.preconditioner, measured.weight)

@@ -409,16 +409,17 @@ def test_random_signs_are_those_of_the_place():
         np.testing.assert_array_equal(_tree.isotropic_like(key, jnp.zeros(shape)).ravel(), flat)
 
 
-def test_turning_noise_forgets_over_a_radius():
-    """The same as the number that it stands for, here 1 / 0.25."""
+def test_noise_forgets_over_a_length():
+    """That of "turning" over 1 / 0.25; "matched" without change over the width that is known."""
     one, yes = jnp.float32(1), jnp.array(True)
     end = evidence.StepEnd(yes, yes, one, one / 5, one, one, one, 1.0, num_parameters=2)
     fields = [one / 2 for _ in stepping.Heading._fields]
     heading = stepping.Heading(*fields)._replace(moving=yes)
-    given = end, heading, evidence.Sums(*[one / 3] * 10), (one / 4, one / 9), 1.0
-    leapfrog = partial(stepping.Momentum, stepping.SCHEMES["leapfrog"])
-    got, expected = (leapfrog(length).diffuse(*given) for length in ("turning", 4.0))
-    np.testing.assert_allclose(jnp.stack(got), jnp.stack(expected), rtol=1e-6)
+    given = end, heading, evidence.Sums(*[one / 3] * 10)
+    leapfrog: Any = partial(stepping.Momentum, stepping.SCHEMES["leapfrog"])
+    for rule, rates in (("turning", (one / 4, one / 9, 0.0)), ("matched", (one, 0 * one, one / 4))):
+        got, expected = (leapfrog(x).diffuse(*given, rates, 1.0) for x in (rule, 4.0))
+        np.testing.assert_allclose(jnp.stack(got), jnp.stack(expected), rtol=1e-6)
 
 
 # With gradients of batches, against a step in NumPy.

@@ -1,3 +1,4 @@
+import itertools
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -109,7 +110,7 @@ def shown(change, state, num_gradients=1000, smallest_factor=0.0, is_known=True,
     given |= {"weight": evidence.GradientWeight(*weight), "energies": state}
     given |= {"turn_rate": jnp.float32(1), "change_rate": jnp.float32(0)}
     given |= {"num_gradients": jnp.int32(num_gradients), "base": jnp.float32(0.25)}
-    given |= {"resolution": jnp.float32(0.25 * smallest_factor)}
+    given |= {"resolution": jnp.float32(0.25 * smallest_factor), "num_parameters": 10}
     error = error._replace(known=error.known & is_known)
     return evidence.Evidence(error=error, **given | others)
 
@@ -210,7 +211,7 @@ def test_what_a_gradient_says_of_the_turns():
     for rate, trust, expected in [(12, 0.5, 4), (3, 1, 2), (12, 0, 2)]:
         weight = given.weight._replace(trust=jnp.float32(trust))
         now: Any = given._replace(turn_rate=jnp.float32(rate), weight=weight, turns=turns)
-        np.testing.assert_allclose(now.rates(), [expected] * 2)
+        np.testing.assert_allclose(now.rates(), [expected, expected, 0])
 
 
 LONG: Any = step_size.AngleState(jnp.float32(1e6), jnp.float32(1e6))
@@ -265,21 +266,35 @@ def test_step_size_is_the_angle_over_the_change(base):
     assert turned(tuner, 1, 1e30, base=base, resolution=1e-7)[0] == pytest.approx(1e-7, rel=1e-5)
 
 
-@pytest.mark.parametrize("width, angle", [(np.inf, 0.06), (1.0, 0.25), (2.0, 0.125), (9.0, 0.06)])
+@pytest.mark.parametrize("width, angle", [(np.inf, 0.06), (1.0, 0.25), (2.0, 8 / 63), (9.0, 0.06)])
 def test_momentum_lasts_for_twice_the_width_of_the_posterior(width, angle):
     """Also after steps too short to tell a change: what is left of earlier ones is no rate."""
     before = step_size.AngleState(jnp.float32(angle / 8), jnp.float32(angle / 8))
     for change, resolution in ((4, 0), (1e-6, 2e-3)):
         given = {"share": 1, "resolution": resolution, "width": width, "state": before}
         assert turned(angle_tuner(), 4, 4, change, **given)[0] == pytest.approx(angle / 8, rel=1e-5)
-    # Where the gradients have less noise, longer steps would not follow the curve.
-    for share, part in ((0.5, 0), (0.8, 2 - 1 / 0.64), (1.5, 1)):
-        per_angle = min(0.5 / share**2, 1)
-        wide = np.clip(2 * per_angle / 4 / width, 0.06, 0.25)
-        length = per_angle * (0.06 + part * (wide - 0.06)) / 4
+
+
+def test_steps_follow_the_width_of_the_posterior_where_gradients_have_little_noise():
+    """Those of ten parameters; the noise is bounded in two ways, see `AngleTuner._angle`."""
+    for width, share in itertools.product((0.3, 1, 4), (0.1, 0.5, 0.65, 0.8, 1.5)):
+        per_angle = min(0.5 / max(share, 0.5) ** 2, 1)
+        noisiness = min(2 * (1 - per_angle), 1)
+        noise = width**2 * 16 / share - 1
+        clean = min(noise, share / (1 - share) if share < 1 else np.inf)
+        noise = noise if noisiness == 1 else noisiness * noise + (1 - noisiness) * clean
+        widest = noisiness * 0.25 + (1 - noisiness) * 0.45 * (1 - 2 / 10)
+        wide = widest if noise <= 0 else width / (2 * noise) * 4 / per_angle
+        length = per_angle * np.clip(wide, 0.06, widest) / 4
         before = step_size.AngleState(jnp.float32(length), jnp.float32(length))
-        got = turned(angle_tuner(), 4, 4, 4, share=share, width=width, state=before)[0]
-        assert got == pytest.approx(length, rel=1e-5)
+        given = {"share": share, "width": width, "state": before}
+        assert turned(angle_tuner(), 4, 4, 4, **given)[0] == pytest.approx(length, rel=1e-5)
+    # A large gradient shortens its own step less than where the width is unknown.
+    for factor, expected in ((8, 0.09), (18, 3 / 72)):
+        state = step_size.AngleState(jnp.float32(0.09), jnp.float32(0.09))
+        given = {"share": 0.1, "width": 1, "state": state}
+        got = turned(angle_tuner(), 4 * factor, 4, 4, **given)[0]
+        assert got == pytest.approx(expected, rel=1e-5)
 
 
 def test_average_of_the_angle_tuner_stays_after_adapt_steps():

@@ -200,7 +200,11 @@ class Microcanonical(Dynamics):
         before, history = state.dynamics.momentum, state.dynamics.evidence
 
         # Close the step, and accept or reject it by the energy that it gained.
-        heading, end = momentum.close(before, sums, reading.pulled)
+        width, rate_square = self.preconditioner.width(state.dynamics.preconditioner), None
+        if width is not None:
+            square = history.changes.mean_gradient_square
+            rate_square = jnp.where(jnp.isfinite(width), square, 0)
+        heading, end = momentum.close(before, sums, reading.pulled, rate_square)
         error = evidence.energy_error(posterior, history.open_step, end, sums, call.value)
         is_outlier = history.energies.is_outlier(error, self.reject_quantile)
         base = jnp.asarray(self.step_size(state.num_steps), before.step_length.dtype)
@@ -213,14 +217,14 @@ class Microcanonical(Dynamics):
         num_gradients = state.last_update.num_gradients
         measured = evidence.collect(
             history, end, error, sums, reading.sketch, base, num_gradients, ~reject
-        )._replace(width=self.preconditioner.width(state.dynamics.preconditioner))
+        )._replace(width=width)
         tuned = self.tuner.update(state.dynamics.tuner, measured)
         length = base * tuned.step_size_factor * guard.step_backoff
 
         # Open the next step: noise, a turn of the direction, and the first kick.
         rates = measured.rates()
         heading = momentum.diffuse(end, heading, sums, rates, posterior.temperature)
-        heading, opening_kick = momentum.open(end, heading, length)
+        heading, opening_kick = momentum.open(end, heading, length, rate_square)
         after = momentum.proceed(before, heading, length, reject)
         opened = history.open_step.advance(end, opening_kick, sums, call.value)
         kept = opened, _tree.count(state.num_steps, end.opens_step)

@@ -538,6 +538,7 @@ class Evidence(NamedTuple):
         num_gradients: calls of `update` before this one, int32.
         base: the user's step size, which the tuner's factor multiplies.
         resolution: step size below which the parameters stop moving in their precision.
+        num_parameters: d.
         width: see `Preconditioner.width`.
     """
 
@@ -552,18 +553,26 @@ class Evidence(NamedTuple):
     num_gradients: jax.Array
     base: jax.Array
     resolution: jax.Array
+    num_parameters: int
     width: jax.Array | None = None
 
-    def rates(self) -> tuple[jax.Array, jax.Array]:
-        """Average angles per unit length by which u turns: by whole gradients, and by their change.
+    def rates(self) -> tuple[jax.Array, jax.Array, float | jax.Array]:
+        """Return the rates for explicit noise, see `Momentum.diffuse`.
 
-        The first is at least a third of the present one: where the first gradients were very small,
-        in a mode, the average lags behind for long. The second is the first until it is known.
+        Average angles per unit length by which u turns, by whole gradients and by their change. The
+        first is at least a third of the present one: where the first gradients were very small, in
+        a mode, the average lags behind for long. The second is the first until it is known. The
+        third is one over the width of the posterior, times the share of the gradient that stays
+        from step to step; 0 until the width is known.
         """
         least = jnp.where(self.weight.trust > 0, self.turn_rate, 0) / LARGEST_RATIO
         turn = jnp.maximum(self.turns.mean_turn_rate, least)
         known = self.changes.num_changes > 0
-        return turn, jnp.where(known, jnp.sqrt(self.changes.mean_change_square), turn)
+        change = jnp.where(known, jnp.sqrt(self.changes.mean_change_square), turn)
+        if self.width is None:
+            return turn, change, 0.0
+        stays = jnp.where(known, jnp.maximum(1 - self.changes.share(), 0), 0)
+        return turn, change, stays / self.width
 
 
 def resolution(params_square: jax.Array) -> jax.Array:
@@ -610,4 +619,5 @@ def collect(
         num_gradients=num_gradients,
         base=base,
         resolution=shortest,
+        num_parameters=end.num_parameters,
     )

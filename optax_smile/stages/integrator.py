@@ -54,6 +54,27 @@ DILUTION, MOST_DILUTED = 40, 2
 FORGOTTEN = 40.0
 
 
+def firmness(
+    step_length: jax.Array, rate_square: jax.Array | None, num_parameters: int
+) -> float | jax.Array:
+    """Factor of a kick's length, because of which long steps leave the variances as they are.
+
+    A kick turns u by less than its length times the gradient, since u cannot turn further than to
+    e: as if the temperature were higher by (1 + 2 / d) k^2 / 12, where k^2 is the mean square of
+    eps |g| / d. In a round Gaussian with isotropic noise this is the leading error of the variances
+    at the ends of steps.
+
+    Args:
+        step_length: eps.
+        rate_square: mean square of |g| / (d - 1); None, or 0, for a factor of one.
+        num_parameters: d.
+    """
+    if rate_square is None:
+        return 1.0
+    share = (1 - 1 / num_parameters) ** 2 * (1 + 2 / num_parameters)
+    return 1 + share / 12 * jnp.minimum(rate_square * step_length**2, 1)
+
+
 class MomentumState(NamedTuple):
     """Where the chain is inside a step.
 
@@ -220,11 +241,17 @@ class Momentum:
         """Return what `close` needs besides inner products of the trees; nothing here."""
         return None
 
-    def close(self, state: MomentumState, sums: Sums, pulled: Tree) -> tuple[Heading, StepEnd]:
-        """Kick after the last drift, the end of a step or its middle; none if no step is open."""
+    def close(
+        self, state: MomentumState, sums: Sums, pulled: Tree, rate_square: jax.Array | None = None
+    ) -> tuple[Heading, StepEnd]:
+        """Kick after the last drift, the end of a step or its middle; none if no step is open.
+
+        For `rate_square` see `firmness`.
+        """
         num_parameters, num_drifts = _tree.size(state.direction), len(self.scheme.drifts)
         before = self.heading(state.moving, sums)
         length = self._length(self.scheme.kicks[1:], state)
+        length *= firmness(state.step_length, rate_square, num_parameters)
         opens_step = state.drift_index % num_drifts == 0
         if num_drifts == 1:
             # The compiler leaves out what would follow inside a step.
@@ -246,34 +273,38 @@ class Momentum:
         end: StepEnd,
         heading: Heading,
         sums: Sums,
-        rates: tuple[jax.Array, jax.Array],
+        rates: tuple[jax.Array, jax.Array, float | jax.Array],
         temperature: float | jax.Array,
     ) -> Heading:
         """Add explicit isotropic noise where a step has just ended; draw u if the chain is at rest.
 
         u <- (u + nu z) / |u + nu z|, nu^2 = (exp(x) - 1) / d, z of covariance I
         (Robnik and Seljak 2024, Fluctuation without dissipation). With the step size eps, and the
-        `rates` R and r at which whole gradients and their change turn u:
+        `rates` R and r at which whole gradients and their change turn u, and F:
 
         | decoherence_length | x                                                        |
         |--------------------|----------------------------------------------------------|
         | a number L         | 2 eps / L                                                |
         | `"turning"`        | 2 eps R, so L is the radius of the curve that u follows  |
-        | `"matched"`        | (eps min(T, 1))^2 min((1 + 40 / d) r^2, 2 R^2)           |
+        | `"matched"`        | (eps min(T, 1))^2 min((1 + 40 / d) r^2, 2 R^2) + 2 eps F |
 
-        Matched noise falls with the temperature T, since it costs loss in all directions: cold
-        chains explore by the noise of the gradients. Noise between the kicks of one step would show
-        in its energy error as eps^(3/2).
+        F is 0 unless the width of the posterior is known, see `Evidence.rates`: where gradients
+        have little noise, the momentum would last too long. Matched noise falls with the
+        temperature T, since it costs loss in all directions: cold chains explore by the noise of
+        the gradients. Noise between the kicks of one step would show in its energy error as
+        eps^(3/2).
         """
         rule, size = self.decoherence_length, end.num_parameters
         if rule is None:
             return heading
-        turns, changes = rates
+        turns, changes, forgetting = rates
         length = jnp.where(end.is_end, end.step_length, 0)
         if isinstance(rule, str) and rule == "matched":
             diluted = (1 + DILUTION / size) * changes**2
             square = jnp.minimum(diluted, MOST_DILUTED * turns**2)
             exponent = square * (length * jnp.minimum(temperature, 1)) ** 2
+            if isinstance(forgetting, jax.Array):
+                exponent += 2 * length * forgetting
         elif isinstance(rule, str):
             exponent = 2 * length * turns
         else:
@@ -300,10 +331,15 @@ class Momentum:
         )
 
     def open(
-        self, end: StepEnd, heading: Heading, step_length: jax.Array
+        self,
+        end: StepEnd,
+        heading: Heading,
+        step_length: jax.Array,
+        rate_square: jax.Array | None = None,
     ) -> tuple[Heading, jax.Array]:
         """Kick with the first kick of a step, none inside one, and return also its energy, nats."""
         length = self.scheme.kicks[0] * step_length.astype(end.step_length.dtype)
+        length *= firmness(step_length, rate_square, end.num_parameters)
         given = heading, jnp.where(end.opens_step, length, 0), end.num_parameters
         return self.kick(*given), self.kinetic_change(*given)
 

@@ -138,7 +138,9 @@ class Spectral(Momentum):
             turn_rate=jnp.where(is_evident, jnp.sqrt(bend), 0),
         )
 
-    def close(self, state: MomentumState, sums: Sums, pulled: Pulled) -> tuple[Pulled, StepEnd]:
+    def close(
+        self, state: MomentumState, sums: Sums, pulled: Pulled, rate_square: jax.Array | None = None
+    ) -> tuple[Pulled, StepEnd]:
         """Describe the part of the kick that closes the step."""
         _, end = super().close(state, sums, pulled)
         is_known = pulled.turn_rate > 0
@@ -155,7 +157,11 @@ class Spectral(Momentum):
         return heading
 
     def open(
-        self, end: StepEnd, heading: Pulled, step_length: jax.Array
+        self,
+        end: StepEnd,
+        heading: Pulled,
+        step_length: jax.Array,
+        rate_square: jax.Array | None = None,
     ) -> tuple[Pulled, jax.Array]:
         """Return the energy of the part of the kick that opens the next step."""
         change = heading.growth - heading.closing_growth

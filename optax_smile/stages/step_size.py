@@ -22,10 +22,14 @@ from optax_smile.stages.evidence import LARGEST_RATIO, SMALLEST_STEP, Evidence
 # the change is as large as that of independent noise.
 ANGLE = 0.06
 NOISE_PART = 0.5
-# The largest angle for the width of a posterior, and the angle while a chain is on its way.
-WIDEST_ANGLE, ANGLE_ON_THE_WAY = 0.25, 1.0
+# The largest angle for the width of a posterior, where gradients are noise and where they are not,
+# and the angle while a chain is on its way.
+WIDEST_ANGLE, CLEAN_ANGLE, ANGLE_ON_THE_WAY = 0.25, 0.45, 1.0
 # Largest angle by which a whole gradient may turn it.
 LARGEST_ANGLE = 1.0
+# In a round posterior of known width, longer steps are accurate: a large gradient shortens its own
+# step this many times less. Shorter steps for large gradients weaken the pull to the mode.
+SLACK = 3.0
 # Each step of `angle_tuner` is at most this many times as long as the one before.
 GROWTH = 10.0
 
@@ -193,25 +197,40 @@ class AngleTuner(Tuner):
         return AngleState(jnp.zeros((), dtype), jnp.zeros((), dtype))
 
     def _angle(
-        self, evidence: Evidence, per_angle: jax.Array, noisiness: jax.Array
+        self, evidence: Evidence, rate: jax.Array, share: jax.Array, noisiness: jax.Array
     ) -> float | jax.Array:
         """Return the angle at which the momentum lasts for twice the width of the posterior.
 
-        Gradients that are noise, and explicit noise that matches them, turn the momentum by
-        angle / sqrt(2) in a step of length `per_angle * angle`. It then lasts for the distance
-        4 per_angle / angle. In a regression that distance is twice the width at the angle
-        1 / sqrt(batches in a pass). With larger ones permutations would narrow the posterior.
+        With n times as much noise as signal in the squares of the gradients, and explicit noise
+        that matches it, the momentum lasts that long in steps of 1 / (2 n) of the width W. In a
+        regression this is the angle 1 / sqrt(batches in a pass) if gradients are mostly noise. With
+        larger ones permutations would narrow the posterior. If there is little noise, the limit is
+        the accuracy of the steps: at `CLEAN_ANGLE` they are .8 W long.
 
-        Where gradients are not noise, with a `noisiness` in [0, 1] below 1, longer steps would not
-        follow the curve.
+        n is W^2 |g|^2 / (d - 1)^2 - 1 in round coordinates. Coordinates get round slowly where
+        there is little noise; there it is at most S / (1 - S). `noisiness`, in [0, 1], grows with
+        the `share` S of the change in the gradient's square.
         """
         if self.angle is not None:
             return self.angle
         if evidence.width is None:
             return ANGLE
-        wide = jnp.clip(2 * per_angle / evidence.width, ANGLE, WIDEST_ANGLE)
-        wide = ANGLE + noisiness * (wide - ANGLE)
-        return jnp.where(evidence.descent.on_its_way, ANGLE_ON_THE_WAY, wide)
+        is_known = jnp.isfinite(evidence.width)
+        width, smallest = jnp.where(is_known, evidence.width, 1), jnp.finfo(rate.dtype).eps
+        noise = width**2 * rate**2 / share - 1
+        clean = jnp.minimum(noise, share / jnp.maximum(1 - share, smallest))
+        noise = jnp.maximum(clean + noisiness * (noise - clean), smallest)
+        # Among few parameters long steps are less accurate.
+        widest = max(CLEAN_ANGLE * (1 - 2 / evidence.num_parameters), ANGLE)
+        widest += noisiness * (WIDEST_ANGLE - widest)
+        angle = width / (2 * noise) * rate / self._per_angle(share)
+        angle = jnp.where(is_known, jnp.clip(angle, ANGLE, widest), ANGLE)
+        return jnp.where(evidence.descent.on_its_way, ANGLE_ON_THE_WAY, angle)
+
+    @staticmethod
+    def _per_angle(share: jax.Array) -> jax.Array:
+        """Factor of the angle: a half if gradients are noise."""
+        return jnp.minimum(NOISE_PART / jnp.maximum(share, NOISE_PART) ** 2, 1)
 
     def update(self, state: AngleState, evidence: Evidence) -> AngleState:
         """Follow the average change of the gradients."""
@@ -226,10 +245,10 @@ class AngleTuner(Tuner):
         known = state.usual_length >= SMALLEST_STEP * resolution
         known &= changes.num_changes > 0
         share = jnp.where(known, jnp.nan_to_num(changes.share(), nan=1.0), 1)
-        per_angle = jnp.minimum(NOISE_PART / jnp.maximum(share, NOISE_PART) ** 2, 1)
+        per_angle = self._per_angle(share)
         rate = jnp.where(known, change, turn_rate)
         noisiness = jnp.minimum((1 - per_angle) / (1 - NOISE_PART), 1)
-        angle = per_angle * self._angle(evidence, over(per_angle, rate), noisiness)
+        angle = per_angle * self._angle(evidence, rate, share, noisiness)
         # Half way from the last length, on a logarithmic scale: the change may be proportional to
         # the length, and a whole correction would overshoot forever.
         length = over(angle, rate)
@@ -243,11 +262,14 @@ class AngleTuner(Tuner):
         usual = jnp.maximum(jnp.minimum(wanted, longest), resolution)
         usual = jnp.where(adapts, usual, jnp.maximum(state.usual_length, shortest))
 
+        slack = 1.0
+        if self.angle is None and evidence.width is not None:
+            slack = jnp.where(jnp.isfinite(evidence.width), SLACK, 1)
         turned = jnp.where(is_finite & (evidence.weight.trust > 0), evidence.turn_rate, 0)
-        largest = jnp.minimum(LARGEST_RATIO * usual * turn_rate, LARGEST_ANGLE)
+        largest = slack * jnp.minimum(LARGEST_RATIO * usual * turn_rate, LARGEST_ANGLE)
         length = jnp.where(turned > 0, jnp.minimum(usual, over(largest, turned)), usual)
         changed = jnp.where(is_finite & known, evidence.change_rate, 0)
-        largest = LARGEST_RATIO * usual * change
+        largest = slack * LARGEST_RATIO * usual * change
         length = jnp.where(changed > 0, jnp.minimum(length, over(largest, changed)), length)
         return AngleState((length / evidence.base).astype(wanted.dtype), usual.astype(wanted.dtype))
 
@@ -283,13 +305,14 @@ def angle_tuner(angle: float | None = None, adapt_steps: int | None = None) -> T
 
     Args:
         angle: by which the change of the gradients turns a momentum across it, in radians, in
-            (0, pi / 2]; half of it if they are noise. None: 0.06; where `psmile` uses a matrix
-            because there are few parameters, and gradients are noise, the angle at which the
-            momentum lasts for twice the width of the posterior, within [0.06, 0.25]. Until the
-            width is known it is 0.06, and 1 while the chain is on its way. With larger angles
-            posteriors of few parameters mix faster, but if each pass of n batches is a permutation
-            of the data, their variances are too small by about .04 n angle^2 of them, at most by a
-            quarter.
+            (0, pi / 2]; half of it if they are noise. None: 0.06. Where `psmile` uses a matrix
+            because there are few parameters, and knows the width W of the posterior, it is the
+            angle at which the momentum lasts for 2 W: at least 0.06, and at most 0.25 if gradients
+            are noise. If they are not, it is at most 0.45 (1 - 2 / d): in a round posterior, steps
+            of up to 0.8 W. While the chain is on its way the angle is 1. With larger angles
+            posteriors of few parameters mix faster. But if each pass of n batches is a permutation
+            of the data, and gradients are mostly noise, their variances are too small by about
+            .04 n angle^2 of them, at most by a quarter.
         adapt_steps: number of calls of `update` after which the step size no longer adapts (large
             gradients still shorten their own step), >= 1; None: never.
 
