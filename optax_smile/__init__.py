@@ -15,6 +15,7 @@ The public names, by what you want to do:
     keep and read draws       Snapshots, StoredSnapshots, load_snapshots
     predict                   predict, Prediction, Outcome, Predictor, Likelihood
     judge                     diagnostics.summary, metrics, plots, report
+    regular models            tall: little noise in the gradients of mini-batches
     sample around weights     local: strength of a prior, candidates for networks
     cold posteriors           cold_temperature
     set the step size         angle_tuner (the default), quantile_tuner
@@ -29,7 +30,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from optax_smile import diagnostics, interop, local, metrics, parallel, plots, published
+from optax_smile import diagnostics, interop, local, metrics, parallel, plots, published, tall
 from optax_smile._check import ArgumentError
 from optax_smile._tracked import tracked
 from optax_smile._version import __version__ as __version__
@@ -64,7 +65,8 @@ __all__ += ["cold_temperature", "cyclical_sgld", "diagnostics", "interop", "last
 __all__ += ["load_snapshots", "local"]
 __all__ += ["mclmc", "metrics", "parallel", "plots", "predict", "psgld", "psmile", "published"]
 __all__ += ["quantile_tuner", "recorded", "report", "sample", "scale_adapted_sghmc"]
-__all__ += ["scale_by_gradient_noise", "select", "sghmc", "sgld", "smile", "stats", "tracked"]
+__all__ += ["scale_by_gradient_noise", "select", "sghmc", "sgld", "smile", "stats", "tall"]
+__all__ += ["tracked"]
 __all__ += ["warmstart"]
 
 

@@ -57,6 +57,12 @@ def origin(settings: Mapping[str, object] | None) -> str:
 
 def of(transformation: optax.GradientTransformation, params: optax.Params) -> Options | None:
     """Return name and arguments of a sampler, also in a wrapper, as JSON types; None without."""
+    described = {x: _describe(value) for x, value in given(transformation, params).items()}
+    return described or None
+
+
+def given(transformation: optax.GradientTransformation, params: optax.Params) -> Options:
+    """Return name and arguments of a sampler, also in a wrapper; nothing without."""
 
     def numbers() -> dict[str, jax.Array]:
         """Only a compiled program knows what `optax.inject_hyperparams` injects."""
@@ -69,7 +75,7 @@ def of(transformation: optax.GradientTransformation, params: optax.Params) -> Op
         injected = jax.jit(numbers)() if jax.eval_shape(numbers) else {}
     finally:
         _REPORTS.reset(before)
-    return {name: _describe(value) for name, value in (reports | injected).items()} or None
+    return reports | injected
 
 
 def _describe(value: Unchecked) -> Tree:

@@ -220,6 +220,17 @@ def gradient(potential: Potential, updates: optax.Updates, params: optax.Params)
     return jax.tree.map(leaf, *_prior(potential, params), updates, params)
 
 
+def prior_energy(potential: Potential, params: optax.Params) -> jax.Array:
+    """Compute the prior's part of the energy, up to a constant, a scalar in nats."""
+    if potential.log_prior is not None:
+        return -potential.log_prior(params) / potential.temperature
+
+    def leaf(precision, mean, x):
+        return jnp.sum(precision / 2 * jnp.square(x - mean))
+
+    return _tree.total(jax.tree.map(leaf, *_prior(potential, params), params))
+
+
 def prior_terms(
     potential: Potential, params: optax.Params, displacement: optax.Updates
 ) -> optax.Updates:
@@ -236,9 +247,7 @@ def prior_terms(
     return jax.tree.map(leaf, *_prior(potential, params), params, displacement)
 
 
-def energy_change(
-    potential: Potential, loss_change: float | jax.Array, prior_change: float | jax.Array
-) -> Tree:
+def energy_change(potential: Potential, loss_change: Tree, prior_change: Tree) -> Tree:
     """Compute the change of U in nats from that of the mean loss and that of the prior's part."""
     return _weight(potential) * loss_change + prior_change
 

@@ -34,7 +34,7 @@ SAMPLER = optax_smile.smile(1e-2, num_data=10, decoherence_length=None)
 NOT_CALLED = """Outcome Prediction Selection StoredSnapshots diagnostics.Check diagnostics.Summary
 ArgumentError CheckReport RecordedSampler Stats Preconditioner Tuner metrics.Reliability
 metrics.RiskCoverage local.PrecisionSearch interop.NumpyroModel interop.estimators
-scale_by_gradient_noise""".split()
+tall.Center scale_by_gradient_noise""".split()
 
 
 def loss_fn(params, batch):
@@ -43,6 +43,9 @@ def loss_fn(params, batch):
 
 def bowl(params, batch):
     return jnp.mean((params["w"] - 1) ** 2) + jnp.mean(params["b"] ** 2) + 0 * jnp.mean(batch)
+
+
+TALL = {"loss_fn": bowl, "batches": [jnp.ones(4), jnp.ones(6)]}
 
 
 def apply_fn(params, inputs):
@@ -83,7 +86,8 @@ def values(path) -> dict[str, Any]:
     given |= {"inside": VECTOR, "outside": VECTOR, "mean": VECTOR, "std": VECTOR, "trace": TRACE}
     given |= {"lower": VECTOR, "upper": VECTOR + 1, "targets": VECTOR, "model": model, "name": "x"}
     given |= {"selection": optax_smile.Selection("a", snapshots, ("a", "b"), **scores), **reading}
-    given |= {"progress": False, "largest_cost": 0.5}
+    center = optax_smile.tall.Center(PARAMS, jnp.ones(()), jax.grad(bowl)(PARAMS, VECTOR))
+    given |= {"progress": False, "largest_cost": 0.5, "center": center, "data": jnp.ones(10)}
     own: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("predict", "Predictor"), by_draw),
         **dict.fromkeys(("sample", "Run", "parallel.init"), {"params": CHAINS}),
@@ -92,6 +96,8 @@ def values(path) -> dict[str, Any]:
         "warmstart": {"validation": jnp.ones(3), "optimizer": optax.adam(0.01)},
         "local.network_candidates": {"params": CHAINS, "loss_fn": bowl},
         "local.local_precision": {"loss_fn": bowl, "make_sampler": partial(optax_smile.sgld, 1e-6)},
+        **dict.fromkeys(("tall.find_mode", "tall.center_at"), TALL),
+        **dict.fromkeys(("tall.control_variate", "tall.stored"), {"loss_fn": bowl}),
         "Predictor.update": {"params": PARAMS | {"w": jnp.ones(3)}},
         "Likelihood": {"mean": lambda x: x, "log_density": lambda x, y: x[:, 0]},
         "choose": {"log_density": prediction.each.log_density},

@@ -72,8 +72,9 @@ ROOMS = {
     "metrics": {"draws"},
     "plots": {"draws", "metrics"},
     "local": {"chains", "draws", "potential", "samplers", "stages"},
+    "tall": {"chains", "potential"},
     "report": {"draws", "diagnostics", "metrics", "plots"},
-    "interop": {"chains", "diagnostics", "draws", "samplers", "stages", "state"},
+    "interop": {"chains", "diagnostics", "draws", "samplers", "stages", "state", "tall"},
 }
 SHARED = {
     # A norm of its own is a kind of momentum, a matrix a kind of scale.

@@ -1,0 +1,414 @@
+"""Tall data: losses whose mini-batch gradients have little noise near a centre.
+
+With a centre c near the mode, and the mean loss L and its gradient G of all data at c, the loss
+
+    loss'(w, B) = loss(w, B) - [loss(c, B) - L] - <grad loss(c, B) - G, w - c>
+
+of a batch B has the mean and the mean gradient of `loss`, and a gradient whose noise falls with
+w - c. It is a loss like any other: for `sample`, `Run` and loops of your own.
+
+Source: control variates, Baker et al., Control variates for stochastic gradient MCMC, 2019.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+
+from optax_smile import _check, _on_host, _settings, _tree, potential
+from optax_smile._types import Batch, Tree
+from optax_smile._warn import warn
+from optax_smile.chains import _checks
+from optax_smile.potential import Potential
+
+__all__ = ["Center", "center_at", "control_variate", "find_mode", "stored"]
+
+Loss: TypeAlias = Callable[..., jax.Array]
+# Largest number of parameters of which the Hessian is computed, and examples for each.
+LARGEST_HESSIAN, EXAMPLES = 1_024, 30
+# A centre is a mode within `NEAR` posterior standard deviations, root mean square over the
+# parameters; further away than `FAR` its gradients have much more noise.
+NEAR, FAR = 0.1, 2.0
+# Share of the noise that two gradients per call may leave, of the noise of one.
+MOST_NOISE = 0.5
+FEWEST = 8  # Batches with which the noise is measured.
+NUM_DRAWS = 4  # With which the share is measured.
+# Smallest curvature, relative to the largest, in a Newton step.
+FLATTEST = 1e-9
+# Sufficient decrease of a line search, and the most halvings of a step.
+DECREASE, HALVINGS = 1e-4, 30
+ONE = "a scalar mean loss `loss_fn(params, batch)`, without `aux` and random numbers"
+FAR_OFF = "Far from a mode, gradients have more noise: see `find_mode`."
+PASS = "Pass each example once: no dropped or repeated batches, the whole data in one pass."
+
+
+class Center(NamedTuple):
+    """A point, and what `control_variate` needs to know of all data there.
+
+    Attributes:
+        params: c, the parameters of one chain.
+        loss: L, the mean loss, scalar.
+        gradient: G, its gradient, a tree like `params`.
+    """
+
+    params: Tree
+    loss: jax.Array
+    gradient: Tree
+
+
+def _residual(loss: jax.Array, gradient: Tree, center: Center, params: Tree) -> jax.Array:
+    """Difference between the linear functions that touch the losses of a batch and of all data."""
+    excess = jax.tree.map(jnp.subtract, gradient, center.gradient)
+    moved = jax.tree.map(jnp.subtract, params, center.params)
+    terms = jax.tree.map(lambda x, y: jnp.sum(x * y), excess, moved)
+    return loss - center.loss + _tree.total(terms)
+
+
+@_check.arguments(
+    loss_fn=_check.Function("(params, batch)"),
+    center=_check.kind(Center, "the result of `find_mode` or `center_at`"),
+)
+def control_variate(loss_fn: Loss, center: Center) -> Loss:
+    """Return a loss of the same posterior whose gradients have little noise near a centre.
+
+    For regular models with many data, such as regressions with up to some hundred coefficients:
+    their posterior is narrow, and all its draws are near its mode. It does not help a network,
+    whose draws are far from any centre.
+
+    Args:
+        loss_fn: mean loss `loss_fn(params, batch)`, as for `sample`, without `aux` and without
+            random numbers. No number may depend on the other examples of a batch.
+        center: the result of `find_mode` or `center_at`. It may be traced: under `vmap`, each chain
+            can have its own.
+
+    Returns:
+        A loss `(params, batch)` for `sample`, `Run` or a loop of your own. Start the chains at
+        `center.params`.
+
+    Cost: two gradients per call.
+
+    Example:
+        >>> import jax.numpy as jnp, optax_smile
+        >>> x = jnp.sin(jnp.arange(2_000.0)).reshape(1_000, 2)
+        >>> loss_fn = lambda w, x: jnp.mean((x @ w - 1) ** 2) / 2
+        >>> batches = [x[i : i + 100] for i in range(0, 1_000, 100)]
+        >>> sampler = optax_smile.psmile(num_data=1_000, key=0)
+        >>> center = optax_smile.tall.find_mode(loss_fn, jnp.ones(2), batches, sampler)
+        >>> loss = optax_smile.tall.control_variate(loss_fn, center)
+        >>> bool(abs(loss(center.params, batches[0]) - center.loss) < 1e-6)
+        True
+
+    Source: see the module. The rule for the step of `psmile` where gradients have little noise:
+    `angle_tuner`.
+    """
+    value_and_grad = _of_batch("control_variate", loss_fn)
+
+    def reduced(params: Tree, batch: Batch) -> jax.Array:
+        at = jax.lax.stop_gradient(center)
+        loss, gradient = value_and_grad(at.params, batch)
+        return loss_fn(params, batch) - _residual(loss, gradient, at, params)
+
+    return reduced
+
+
+@_check.arguments(
+    loss_fn=_check.Function("(params, batch)"),
+    center=_check.kind(Center, "the result of `find_mode` or `center_at`"),
+    data=_check.Tree("arrays with the examples as first axis, as in a batch"),
+    block=_check.Whole(1),
+)
+def stored(loss_fn: Loss, center: Center, data: Batch, *, block: int = 1_024) -> tuple[Loss, Batch]:
+    """Return the loss of `control_variate` with one gradient per call, and data for it.
+
+    The losses and gradients of all examples at the centre become columns beside the data.
+
+    Args:
+        loss_fn, center: as for `control_variate`. The loss must be a mean over its examples.
+        data: all data in the form of a batch, arrays `[example, ...]`.
+        block: examples whose gradients are computed together, >= 1.
+
+    Returns:
+        A loss, and a tree `(data, losses, gradients)` of arrays `[example, ...]`, whose rows in any
+        order are its batches.
+
+    Raises:
+        ArgumentError (a ValueError): the mean loss of the examples is not that of the centre.
+
+    Cost: for each example, one more number than a model has parameters.
+
+    Example:
+        >>> import jax.numpy as jnp, optax_smile
+        >>> x = jnp.arange(12.0).reshape(6, 2)
+        >>> loss_fn = lambda w, x: jnp.mean((x @ w - 1) ** 2) / 2
+        >>> sampler = optax_smile.psmile(num_data=6, key=0)
+        >>> center = optax_smile.tall.find_mode(loss_fn, jnp.ones(2), [x], sampler)
+        >>> loss, columns = optax_smile.tall.stored(loss_fn, center, x)
+        >>> columns[2].shape
+        (6, 2)
+    """
+    value_and_grad, data = _of_batch("stored", loss_fn), _on_host.as_numeric("stored", "data", data)
+    if not _checks.num_rows(data, False):
+        _check.fail("stored", "data", "arrays with the examples as first axis", _check.show(data))
+
+    def of_one(example: Batch) -> tuple[jax.Array, Tree]:
+        return value_and_grad(center.params, jax.tree.map(lambda x: x[None], example))
+
+    compute = jax.jit(functools.partial(jax.lax.map, of_one, batch_size=block))
+    losses, gradients = jax.tree.map(np.asarray, compute(jax.tree.map(jnp.asarray, data)))
+    mean = float(np.mean(losses, dtype=np.float64))
+    if not np.isclose(mean, float(center.loss), rtol=1e-4, atol=1e-6):
+        rule = f"the data of the centre, with the mean loss {float(center.loss):.6g}"
+        _check.fail("stored", "data", rule, f"{mean:.6g}, the mean over single examples")
+
+    def reduced(params: Tree, batch: Batch) -> jax.Array:
+        examples, *columns = batch
+        loss, gradient = jax.tree.map(lambda x: jnp.mean(x, axis=0), columns)
+        return loss_fn(params, examples) - _residual(loss, gradient, center, params)
+
+    return reduced, (data, losses, gradients)
+
+
+@_check.arguments(
+    loss_fn=_check.Function("(params, batch)"),
+    params=_check.Tree("a tree of finite arrays", traced=False, finite=True, floating=True),
+    batches=_check.REPEATABLE,
+    sampler=_check.TRANSFORMATION,
+)
+def center_at(
+    loss_fn: Loss,
+    params: optax.Params,
+    batches: Iterable[Batch],
+    sampler: optax.GradientTransformation,
+) -> Center:
+    """Compute the mean loss and gradient of all data at given parameters.
+
+    It warns if the mode is more than two posterior standard deviations away, root mean square over
+    the parameters, and if the control variate would leave more than half of the variance of the
+    gradients at draws of the posterior: two gradients per call then cost more than they gain. It
+    estimates both from the Hessian of some batches, for at most 1,024 parameters.
+
+    Args:
+        loss_fn: see `control_variate`.
+        params: parameters of one chain.
+        batches: an iterable of batches. One pass over it has each example once; they are averaged
+            with the numbers of their rows as weights.
+        sampler: a sampler of this library, for `num_data` and the prior.
+
+    Raises:
+        ArgumentError (a ValueError): the rows of a pass are not `num_data`; the loss is not a
+            scalar, or not finite.
+
+    Cost: a gradient of all data, in float64 on the host, and a Hessian of at least 30 examples per
+    parameter.
+    """
+    full = _AllData("center_at", loss_fn, params, batches, sampler)
+    center, _, gradient = full.at(full.start)
+    full.judge(center, gradient)
+    return center
+
+
+@_check.arguments(
+    loss_fn=_check.Function("(params, batch)"),
+    params=_check.Tree("a tree of finite arrays", traced=False, finite=True, floating=True),
+    batches=_check.REPEATABLE,
+    sampler=_check.TRANSFORMATION,
+    max_passes=_check.Whole(1),
+)
+def find_mode(
+    loss_fn: Loss,
+    params: optax.Params,
+    batches: Iterable[Batch],
+    sampler: optax.GradientTransformation,
+    *,
+    max_passes: int = 200,
+) -> Center:
+    """Find the mode of the posterior, for the centre of a control variate.
+
+    Newton's method, with the gradient of all data and the Hessian of some batches, until a step is
+    less than 0.1 posterior standard deviations long, root mean square over the parameters. Where
+    the curvature is negative, it steps downhill as if it were positive. For at most 1,024
+    parameters: for more, optimize as you like, then call `center_at`.
+
+    Args:
+        loss_fn, batches, sampler: see `center_at`.
+        params: where the search starts; for a model with several modes, near the one you want.
+        max_passes: most passes over the batches, >= 1.
+
+    Returns:
+        The centre. Warns as `center_at` does, also if the search ends too early.
+
+    Raises:
+        ArgumentError (a ValueError): see `center_at`.
+
+    Cost: some ten passes. Larger batches than those of the sampler are faster.
+    """
+    full = _AllData("find_mode", loss_fn, params, batches, sampler)
+    place = full.start
+    center, energy, gradient = full.at(place)
+    while full.num_passes < max_passes:
+        direction = full.newton(place, gradient)
+        decrease = direction @ gradient
+        if decrease < NEAR**2 * len(place):
+            break
+        for length in 0.5 ** np.arange(HALVINGS):
+            trial = place - jnp.asarray(length * direction, place.dtype)
+            found = full.at(trial)
+            if found[1] <= energy - DECREASE * length * decrease:
+                break
+        else:
+            # No decrease beyond rounding.
+            break
+        place, (center, energy, gradient) = trial, found
+    full.judge(center, gradient)
+    return center
+
+
+def _of_batch(where: str, loss_fn: Loss) -> Callable[[Tree, Batch], tuple[jax.Array, Tree]]:
+    """Return value and gradient of a loss, which must be a scalar."""
+
+    def checked(params: Tree, batch: Batch) -> jax.Array:
+        with _check.calling(where, "loss_fn", ONE):
+            loss = loss_fn(params, batch)
+        if getattr(loss, "shape", None) != ():
+            _check.fail(where, "loss_fn", ONE, f"one that returns {_check.show(loss)}")
+        return loss
+
+    return jax.value_and_grad(checked)
+
+
+class _AllData:
+    """The energy of a posterior with all data, as a function of flat parameters.
+
+    Attributes:
+        start: the first parameters, `[entry]`.
+        num_passes: passes over the batches so far.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        loss_fn: Loss,
+        params: Tree,
+        batches: Iterable[Batch],
+        sampler: optax.GradientTransformation,
+    ):
+        self.where, self.batches, self.num_passes = where, batches, 0
+        _tree.check_params(where, params, smallest=2)
+        params = jax.tree.map(jnp.asarray, params)
+        given = _settings.given(sampler, params)
+        if "num_data" not in given:
+            _check.fail(where, "sampler", "a sampler of this library", _check.show(sampler))
+        posterior = Potential(**{x: given[x] for x in Potential._fields if x in given})
+        if isinstance(posterior.prior_mean, str):
+            posterior = posterior._replace(prior_mean=params)
+        self.posterior = posterior
+        self.start, self.unravel = ravel_pytree(params)
+        # Of the first batches, in which the loss is known by its curvature.
+        self.few: list[Batch] = []
+        of_batch = _of_batch(where, loss_fn)
+
+        def flat(params: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+            loss, gradient = of_batch(self.unravel(params), batch)
+            return loss, ravel_pytree(gradient)[0]
+
+        def prior(params: jax.Array) -> jax.Array:
+            return potential.prior_energy(posterior, self.unravel(params))
+
+        self.gradient, self.curvature = jax.jit(flat), jax.jit(jax.jacfwd(lambda *x: flat(*x)[1]))
+        self.prior, self.prior_curvature = jax.jit(jax.value_and_grad(prior)), jax.hessian(prior)
+
+    def at(self, place: jax.Array) -> tuple[Center, float, np.ndarray]:
+        """Return the centre at a place, and the energy and its gradient there, in one pass."""
+        loss, gradient, rows = 0.0, np.zeros(len(place)), 0
+        number, few = float(self.posterior.num_data), EXAMPLES * len(place)
+        for batch in self.batches:
+            batch = _on_host.as_numeric(self.where, "batches", batch)
+            if not (size := _checks.num_rows(batch, False)):
+                _check.fail(self.where, "batches", _checks.USABLE, _check.show(batch))
+            if not self.num_passes and (rows < few or len(self.few) < FEWEST):
+                self.few.append(batch)
+            value, slope = self.gradient(place, batch)
+            # G is a small difference of large numbers.
+            loss += size * np.float64(value)
+            gradient += size * np.asarray(slope, np.float64)
+            rows += size
+            if rows > number:
+                break
+        if rows != number:
+            rule = f"a pass over all data, `num_data` = {number:g} rows"
+            got = f"more than {number:g}" if rows > number else f"{rows}"
+            _check.fail(self.where, "batches", rule, f"{got} rows", PASS)
+        self.num_passes += 1
+        loss, gradient = loss / rows, gradient / rows
+        prior, prior_slope = (np.asarray(x, np.float64) for x in self.prior(place))
+        values = np.concatenate([[loss, prior], gradient, prior_slope])
+        if self.num_passes == 1 and not np.all(np.isfinite(values)):
+            rule = "parameters at which the loss, the prior and their gradients are finite"
+            _check.fail(self.where, "params", rule, f"a loss of {loss:g}")
+        center = Center(
+            params=self.unravel(place),
+            loss=jnp.asarray(loss, place.dtype),
+            gradient=self.unravel(jnp.asarray(gradient, place.dtype)),
+        )
+        energy = potential.energy_change(self.posterior, loss, float(prior))
+        slope = potential.energy_change(self.posterior, gradient, prior_slope)
+        return center, energy, slope
+
+    def curvatures(self, place: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+        """Return eigenvalues and eigenvectors of the Hessian, from a few batches."""
+        sizes = [_checks.num_rows(batch, False) or 0 for batch in self.few]
+        parts = [np.asarray(self.curvature(place, batch), np.float64) for batch in self.few]
+        mean = np.average(np.stack(parts), axis=0, weights=sizes)
+        prior = np.asarray(self.prior_curvature(place), np.float64)
+        hessian = potential.energy_change(self.posterior, mean, prior)
+        return np.linalg.eigh((hessian + hessian.T) / 2)
+
+    def newton(self, place: jax.Array, gradient: np.ndarray) -> np.ndarray:
+        """Return a Newton step uphill, with all curvatures positive."""
+        values, axes = self.curvatures(place)
+        values = np.abs(values)
+        return axes @ (axes.T @ gradient / np.maximum(values, FLATTEST * values.max()))
+
+    def judge(self, center: Center, gradient: np.ndarray):
+        """Warn of a centre that is far from a mode, or does not help."""
+        place = ravel_pytree(center.params)[0]
+        if len(place) > LARGEST_HESSIAN:
+            return
+        values, axes = self.curvatures(place)
+        if values.min() <= 0:
+            return warn(
+                f"`{self.where}`: `params` is no mode, the curvature is negative. {FAR_OFF}"
+            )
+        # Coordinates in which the posterior is about standard normal.
+        scale = axes / np.sqrt(values)
+        distance = np.linalg.norm(gradient @ scale) / len(place) ** 0.5
+        if distance > FAR:
+            how = f"about {distance:.3g} posterior standard deviations away from `params`"
+            warn(f"`{self.where}`: the mode is {how}. {FAR_OFF}")
+        elif (left := self.noise_left(place, scale)) > MOST_NOISE:
+            warn(
+                f"`{self.where}`: with this centre, draws of the posterior would still have"
+                f" {left:.0%} of the variance of their gradients. Two gradients per call cost more"
+                " than that gains: use the loss itself, or larger batches."
+            )
+
+    def noise_left(self, place: jax.Array, scale: np.ndarray) -> float:
+        """Estimate the share of the variance that a control variate leaves, at normal draws."""
+        random = np.random.default_rng(0)
+
+        def gradients(at: jax.Array) -> np.ndarray:
+            return np.array([self.gradient(at, batch)[1] for batch in self.few], float) @ scale
+
+        before, whole, left = gradients(place), 0.0, 0.0
+        for _ in range(NUM_DRAWS):
+            draw = place + jnp.asarray(scale @ random.normal(size=len(place)), place.dtype)
+            here = gradients(draw)
+            whole, left = whole + here.var(axis=0).sum(), left + (here - before).var(axis=0).sum()
+        return left / whole if whole > 0 else 0.0
