@@ -639,6 +639,19 @@ TABLES: dict[str, Table] = {
         *under("weights, method, gradients", "{size}", "{method}", "{arrival:,.0f}"),
         ("arrived", "{num_arrived} of {num_chains}"),
     ),
+    "tall": Table("tall", found("problem", "num_data", "size", "method")).shows(
+        *under("posterior, data, size, method", "{problem}", "{num_data:,}", "{size}", "{method}"),
+        *under("error of the mean, of variances", *map(mean, ("mean_error", "variance_error"))),
+        *under(
+            "smallest, largest variance / exact",
+            stat("variances.0", min, ".2f"),
+            stat("variances.2", max, ".2f"),
+        ),
+        ("effective draws", stat("ess.1", min, ",.0f")),
+        ("examples per effective draw", mean("examples", 0)),
+        ("effective draws per second", mean("per_second", 1)),
+        ("R-hat", stat("rhat", max, ".2f")),
+    ),
     "posteriors": Table("agreement", every(), {"part": "posteriors"}).shows(
         *under("posterior, sampler", "{data}", "{method}"),
         *under("mean, net", "{mean max.raw:.3f}", "{mean max.net:.3f}"),
