@@ -108,7 +108,7 @@ def test_draws_of_a_regression_are_those_of_its_posterior():
     assert np.abs((z**2).mean() - 1) < 0.03
     # The steps are as long as the posterior allows.
     share = draws.trace["step_size"][:, -1] / draws.trace["width"][:, -1]
-    assert np.all((0.4 < share) & (share < 0.9))
+    assert np.all((0.35 < share) & (share < 0.8))
 
 
 @pytest.mark.parametrize("is_function", [True, False])

@@ -283,15 +283,15 @@ def test_steps_follow_the_width_of_the_posterior_where_gradients_have_little_noi
         noise = width**2 * 16 / share - 1
         clean = min(noise, share / (1 - share) if share < 1 else np.inf)
         noise = noise if noisiness == 1 else noisiness * noise + (1 - noisiness) * clean
-        widest = noisiness * 0.25 + (1 - noisiness) * 0.45 * (1 - 2 / 10)
+        widest = noisiness * 0.25 + (1 - noisiness) * 0.3 * (1 - 2 / 10)
         wide = widest if noise <= 0 else width / (2 * noise) * 4 / per_angle
         length = per_angle * np.clip(wide, 0.06, widest) / 4
         before = step_size.AngleState(jnp.float32(length), jnp.float32(length))
         given = {"share": share, "width": width, "state": before}
         assert turned(angle_tuner(), 4, 4, 4, **given)[0] == pytest.approx(length, rel=1e-5)
     # A large gradient shortens its own step less than where the width is unknown.
-    for factor, expected in ((8, 0.09), (18, 3 / 72)):
-        state = step_size.AngleState(jnp.float32(0.09), jnp.float32(0.09))
+    for factor, expected in ((8, 0.06), (18, 0.03)):
+        state = step_size.AngleState(jnp.float32(0.06), jnp.float32(0.06))
         given = {"share": 0.1, "width": 1, "state": state}
         got = turned(angle_tuner(), 4 * factor, 4, 4, **given)[0]
         assert got == pytest.approx(expected, rel=1e-5)
