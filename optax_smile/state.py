@@ -15,7 +15,7 @@ from optax_smile._packed import Count, Flag, Real
 from optax_smile._types import Tree, by_identity
 
 # Format of the states of all samplers. A state of another format cannot be continued.
-STATE_FORMAT = 11
+STATE_FORMAT = 12
 # Largest share of gradients that are not finite; healthy runs have none or a handful.
 MOST_NONFINITE = 0.01
 # Nats per example by which draws may be worse than the start: targets 63 % less probable.

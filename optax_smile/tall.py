@@ -13,7 +13,7 @@ Source: control variates, Baker et al., Control variates for stochastic gradient
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -31,15 +31,15 @@ from optax_smile.potential import Potential
 __all__ = ["Center", "center_at", "control_variate", "find_mode", "stored"]
 
 Loss: TypeAlias = Callable[..., jax.Array]
-# Largest number of parameters of which the Hessian is computed, and examples for each.
-LARGEST_HESSIAN, EXAMPLES = 1_024, 30
+# Largest number of parameters of which the Hessian is computed.
+LARGEST_HESSIAN = 1_024
 # A centre is a mode within `NEAR` posterior standard deviations, root mean square over the
 # parameters; further away than `FAR` its gradients have much more noise.
 NEAR, FAR = 0.1, 2.0
 # Share of the noise that two gradients per call may leave, of the noise of one.
 MOST_NOISE = 0.5
-FEWEST = 8  # Batches with which the noise is measured.
-NUM_DRAWS = 4  # With which the share is measured.
+# Batches and draws with which the share is measured.
+NUM_BATCHES, NUM_DRAWS = 32, 4
 # Smallest curvature, relative to the largest, in a Newton step.
 FLATTEST = 1e-9
 # Sufficient decrease of a line search, and the most halvings of a step.
@@ -192,7 +192,7 @@ def center_at(
     It warns if the mode is more than two posterior standard deviations away, root mean square over
     the parameters, and if the control variate would leave more than half of the variance of the
     gradients at draws of the posterior: two gradients per call then cost more than they gain. It
-    estimates both from the Hessian of some batches, for at most 1,024 parameters.
+    estimates both from the Hessian, for at most 1,024 parameters.
 
     Args:
         loss_fn: see `control_variate`.
@@ -205,12 +205,13 @@ def center_at(
         ArgumentError (a ValueError): the rows of a pass are not `num_data`; the loss is not a
             scalar, or not finite.
 
-    Cost: a gradient of all data, in float64 on the host, and a Hessian of at least 30 examples per
-    parameter.
+    Cost: a gradient of all data, summed in float64 on the host, and a Hessian, which takes as long
+    as a gradient for each parameter.
     """
     full = _AllData("center_at", loss_fn, params, batches, sampler)
     center, _, gradient = full.at(full.start)
-    full.judge(center, gradient)
+    if why := full.judge(center, gradient):
+        warn(f"`center_at`: {why}")
     return center
 
 
@@ -231,10 +232,10 @@ def find_mode(
 ) -> Center:
     """Find the mode of the posterior, for the centre of a control variate.
 
-    Newton's method, with the gradient of all data and the Hessian of some batches, until a step is
-    less than 0.1 posterior standard deviations long, root mean square over the parameters. Where
-    the curvature is negative, it steps downhill as if it were positive. For at most 1,024
-    parameters: for more, optimize as you like, then call `center_at`.
+    Newton's method with all data, until a step is less than 0.1 posterior standard deviations long,
+    root mean square over the parameters. Where the curvature is negative, it steps downhill as if
+    it were positive. For at most 1,024 parameters: for more, optimize as you like, then call
+    `center_at`.
 
     Args:
         loss_fn, batches, sampler: see `center_at`.
@@ -247,9 +248,25 @@ def find_mode(
     Raises:
         ArgumentError (a ValueError): see `center_at`.
 
-    Cost: some ten passes. Larger batches than those of the sampler are faster.
+    Cost: some ten gradients and Hessians of all data, see `center_at`. Batches larger than those of
+    the sampler are faster.
     """
-    full = _AllData("find_mode", loss_fn, params, batches, sampler)
+    center, why = search("find_mode", loss_fn, params, batches, sampler, max_passes)
+    if why:
+        warn(f"`find_mode`: {why}")
+    return center
+
+
+def search(
+    where: str,
+    loss_fn: Loss,
+    params: optax.Params,
+    batches: Iterable[Batch],
+    sampler: optax.GradientTransformation,
+    max_passes: int = 200,
+) -> tuple[Center, str]:
+    """Find a mode, and say what is wrong with it as a centre; "" if it is a good one."""
+    full = _AllData(where, loss_fn, params, batches, sampler)
     place = full.start
     center, energy, gradient = full.at(place)
     while full.num_passes < max_passes:
@@ -266,8 +283,7 @@ def find_mode(
             # No decrease beyond rounding.
             break
         place, (center, energy, gradient) = trial, found
-    full.judge(center, gradient)
-    return center
+    return center, full.judge(center, gradient)
 
 
 def _of_batch(where: str, loss_fn: Loss) -> Callable[[Tree, Batch], tuple[jax.Array, Tree]]:
@@ -289,6 +305,7 @@ class _AllData:
     Attributes:
         start: the first parameters, `[entry]`.
         num_passes: passes over the batches so far.
+        few: some batches.
     """
 
     def __init__(
@@ -310,7 +327,6 @@ class _AllData:
             posterior = posterior._replace(prior_mean=params)
         self.posterior = posterior
         self.start, self.unravel = ravel_pytree(params)
-        # Of the first batches, in which the loss is known by its curvature.
         self.few: list[Batch] = []
         of_batch = _of_batch(where, loss_fn)
 
@@ -322,17 +338,15 @@ class _AllData:
             return potential.prior_energy(posterior, self.unravel(params))
 
         self.gradient, self.curvature = jax.jit(flat), jax.jit(jax.jacfwd(lambda *x: flat(*x)[1]))
-        self.prior, self.prior_curvature = jax.jit(jax.value_and_grad(prior)), jax.hessian(prior)
+        self.prior = jax.jit(jax.value_and_grad(prior))
+        self.prior_curvature = jax.jit(jax.hessian(prior))
 
     def at(self, place: jax.Array) -> tuple[Center, float, np.ndarray]:
         """Return the centre at a place, and the energy and its gradient there, in one pass."""
         loss, gradient, rows = 0.0, np.zeros(len(place)), 0
-        number, few = float(self.posterior.num_data), EXAMPLES * len(place)
-        for batch in self.batches:
-            batch = _on_host.as_numeric(self.where, "batches", batch)
-            if not (size := _checks.num_rows(batch, False)):
-                _check.fail(self.where, "batches", _checks.USABLE, _check.show(batch))
-            if not self.num_passes and (rows < few or len(self.few) < FEWEST):
+        number = float(self.posterior.num_data)
+        for batch, size in self.sized():
+            if not self.num_passes and len(self.few) < NUM_BATCHES:
                 self.few.append(batch)
             value, slope = self.gradient(place, batch)
             # G is a small difference of large numbers.
@@ -361,13 +375,22 @@ class _AllData:
         slope = potential.energy_change(self.posterior, gradient, prior_slope)
         return center, energy, slope
 
+    def sized(self) -> Iterator[tuple[Batch, int]]:
+        """Yield the batches of a pass, and their numbers of rows."""
+        for batch in self.batches:
+            batch = _on_host.as_numeric(self.where, "batches", batch)
+            if not (size := _checks.num_rows(batch, False)):
+                _check.fail(self.where, "batches", _checks.USABLE, _check.show(batch))
+            yield batch, size
+
     def curvatures(self, place: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-        """Return eigenvalues and eigenvectors of the Hessian, from a few batches."""
-        sizes = [_checks.num_rows(batch, False) or 0 for batch in self.few]
-        parts = [np.asarray(self.curvature(place, batch), np.float64) for batch in self.few]
-        mean = np.average(np.stack(parts), axis=0, weights=sizes)
+        """Return eigenvalues and eigenvectors of the Hessian."""
+        total, rows = np.zeros((len(place), len(place))), 0
+        for batch, size in self.sized():
+            total += size * np.asarray(self.curvature(place, batch), np.float64)
+            rows += size
         prior = np.asarray(self.prior_curvature(place), np.float64)
-        hessian = potential.energy_change(self.posterior, mean, prior)
+        hessian = potential.energy_change(self.posterior, total / rows, prior)
         return np.linalg.eigh((hessian + hessian.T) / 2)
 
     def newton(self, place: jax.Array, gradient: np.ndarray) -> np.ndarray:
@@ -376,28 +399,27 @@ class _AllData:
         values = np.abs(values)
         return axes @ (axes.T @ gradient / np.maximum(values, FLATTEST * values.max()))
 
-    def judge(self, center: Center, gradient: np.ndarray):
-        """Warn of a centre that is far from a mode, or does not help."""
+    def judge(self, center: Center, gradient: np.ndarray) -> str:
+        """Say why a centre is far from a mode, or does not help; "" if it is a good one."""
         place = ravel_pytree(center.params)[0]
         if len(place) > LARGEST_HESSIAN:
-            return
+            return ""
         values, axes = self.curvatures(place)
         if values.min() <= 0:
-            return warn(
-                f"`{self.where}`: `params` is no mode, the curvature is negative. {FAR_OFF}"
-            )
+            return f"`params` is no mode, the curvature is negative. {FAR_OFF}"
         # Coordinates in which the posterior is about standard normal.
         scale = axes / np.sqrt(values)
         distance = np.linalg.norm(gradient @ scale) / len(place) ** 0.5
         if distance > FAR:
             how = f"about {distance:.3g} posterior standard deviations away from `params`"
-            warn(f"`{self.where}`: the mode is {how}. {FAR_OFF}")
-        elif (left := self.noise_left(place, scale)) > MOST_NOISE:
-            warn(
-                f"`{self.where}`: with this centre, draws of the posterior would still have"
-                f" {left:.0%} of the variance of their gradients. Two gradients per call cost more"
-                " than that gains: use the loss itself, or larger batches."
+            return f"the mode is {how}. {FAR_OFF}"
+        if (left := self.noise_left(place, scale)) > MOST_NOISE:
+            return (
+                f"with this centre, draws of the posterior would still have {left:.0%} of the"
+                " variance of their gradients. Two gradients per call cost more than that gains:"
+                " use the loss itself, or larger batches."
             )
+        return ""
 
     def noise_left(self, place: jax.Array, scale: np.ndarray) -> float:
         """Estimate the share of the variance that a control variate leaves, at normal draws."""

@@ -221,12 +221,13 @@ def turned(
     tuner, rate, mean, change=None, num_gradients=100, state: Any = LONG, width=None, **given
 ):
     """The step size and the new state after one gradient; after long steps, or the first."""
-    given = {"share": 0.1, "base": 1.0, "resolution": 0.0, "changed": 0.0} | given
-    share, base, resolution, changed = map(jnp.float32, given.values())
+    given = {"share": 0.1, "base": 1.0, "resolution": 0.0, "changed": 0.0, "kurtosis": 1.0} | given
+    share, base, resolution, changed, kurtosis = map(jnp.float32, given.values())
     square = jnp.float32(0 if change is None else change) ** 2
     changes = evidence.init(PARAMS).changes._replace(
         mean_change_square=square,
         mean_gradient_square=square / share,
+        kurtosis=kurtosis,
         num_changes=jnp.int32(change is not None),
     )
     turns = evidence.TurnAverage(jnp.float32(mean), jnp.int32(num_gradients + 1), jnp.int32(0))
@@ -277,22 +278,24 @@ def test_momentum_lasts_for_twice_the_width_of_the_posterior(width, angle):
 
 def test_steps_follow_the_width_of_the_posterior_where_gradients_have_little_noise():
     """Those of ten parameters; the noise is bounded in two ways, see `AngleTuner._angle`."""
-    for width, share in itertools.product((0.3, 1, 4), (0.1, 0.5, 0.65, 0.8, 1.5)):
+    shares, kurtoses = (0.1, 0.5, 0.65, 0.8, 1.5), (0.9, 1.6)
+    for width, share, kurtosis in itertools.product((0.3, 1, 4), shares, kurtoses):
         per_angle = min(0.5 / max(share, 0.5) ** 2, 1)
         noisiness = min(2 * (1 - per_angle), 1)
         noise = width**2 * 16 / share - 1
         clean = min(noise, share / (1 - share) if share < 1 else np.inf)
         noise = noise if noisiness == 1 else noisiness * noise + (1 - noisiness) * clean
-        widest = noisiness * 0.25 + (1 - noisiness) * 0.3 * (1 - 2 / 10)
+        widest = max(0.35 * (1 - 2 / 10) / max(kurtosis, 1) ** max(1 - share, 0), 0.06)
+        widest = noisiness * 0.25 + (1 - noisiness) * widest
         wide = widest if noise <= 0 else width / (2 * noise) * 4 / per_angle
         length = per_angle * np.clip(wide, 0.06, widest) / 4
         before = step_size.AngleState(jnp.float32(length), jnp.float32(length))
-        given = {"share": share, "width": width, "state": before}
+        given = {"share": share, "width": width, "state": before, "kurtosis": kurtosis}
         assert turned(angle_tuner(), 4, 4, 4, **given)[0] == pytest.approx(length, rel=1e-5)
     # A large gradient shortens its own step less than where the width is unknown.
     for factor, expected in ((8, 0.06), (18, 0.03)):
         state = step_size.AngleState(jnp.float32(0.06), jnp.float32(0.06))
-        given = {"share": 0.1, "width": 1, "state": state}
+        given = {"share": 0.5, "width": 1, "state": state, "kurtosis": 49 / 36}
         got = turned(angle_tuner(), 4 * factor, 4, 4, **given)[0]
         assert got == pytest.approx(expected, rel=1e-5)
 
@@ -336,7 +339,7 @@ def test_changes_are_between_step_ends_that_are_kept():
     ends, kept, counts, stays = np.arange(number) % 3 > 0, *(rng.random((3, number)) > 0.1)
     # Nothing changes at first: squares that underflow do not enter.
     gradients[:40] = gradients[0]
-    last, mean, whole, count, expected = None, 0.0, 0.0, 0, []
+    last, mean, whole, fourth, count, expected = None, 0.0, 0.0, 0.0, 0, []
     for g, is_end, is_kept, is_long, same in zip(gradients, ends, kept, counts, stays, strict=True):
         rate = 0.0
         if is_end and is_kept and is_long and last is not None and np.any(g != last):
@@ -347,8 +350,9 @@ def test_changes_are_between_step_ends_that_are_kept():
             mean = (1 - weight) * mean + weight * trust * square
             both = (np.sum(g**2) + np.sum(last**2)) / 2 / 9
             whole = (1 - weight) * whole + weight * trust * both
+            fourth = (1 - weight) * fourth + weight * (trust * square / mean) ** 2
         last = (g if is_end else last) if is_kept and same else None
-        expected.append((mean, whole, count, rate))
+        expected.append((mean, whole, fourth, count, rate))
 
     def step(past, given):
         g, is_end, is_kept, is_long, same = given
@@ -359,7 +363,7 @@ def test_changes_are_between_step_ends_that_are_kept():
 
     given = tuple(map(jnp.asarray, (gradients, ends, kept, counts, stays)))
     got, rates = jax.lax.scan(step, evidence.init(PARAMS).changes, given)[1]
-    found = got.mean_change_square, got.mean_gradient_square, got.num_changes, rates
+    found = got.mean_change_square, got.mean_gradient_square, got.kurtosis, got.num_changes, rates
     np.testing.assert_allclose(np.transpose(found), expected, rtol=1e-5)
     share = jax.vmap(evidence.ChangeAverage.share)(got)
     assert np.isnan(share[0]) and share[-1] == pytest.approx(0.5, abs=0.1)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+import optax
 from numpyro import distributions, handlers
 from numpyro.infer import Predictive, init_to_uniform, log_likelihood, util
 from numpyro.primitives import Messenger
 
-from optax_smile import _check, _on_host
+from optax_smile import _check, _on_host, tall
 from optax_smile._types import Batch, Options, Output, Tree
+from optax_smile._warn import warn
+from optax_smile.chains.sample import sample as run_chains
+from optax_smile.chains.warmstart import chains_from_weights
 from optax_smile.diagnostics.statistics import with_groups
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
+from optax_smile.samplers.smile import psmile
 
 WHERE = "from_numpyro"
 DRAWS = _check.kind(Snapshots, "draws of this model from `sample`")
@@ -74,6 +79,56 @@ class NumpyroModel:
         arguments, keywords, _ = _arguments(self, self.batch)
         given: Options = {"model_args": arguments, "model_kwargs": keywords}
         return dict(util.initialize_model(key, self.model, **given).param_info.z)
+
+    @_check.arguments(
+        "NumpyroModel.sample",
+        batches=_check.REPEATABLE,
+        num_chains=_check.Whole(1),
+        key=_check.Key(needed=True),
+        sampler=_check.TRANSFORMATION | None,
+    )
+    def sample(
+        self,
+        batches: Iterable[Batch],
+        *,
+        num_warmup: int = 2_000,
+        num_draws: int = 1_000,
+        thin: int = 10,
+        num_chains: int = 4,
+        key: jax.Array | int,
+        sampler: optax.GradientTransformation | None = None,
+        control_variate: bool = True,
+        **options: Any,
+    ) -> Snapshots | StoredSnapshots:
+        """Sample the model with mini-batches whose gradients have little noise.
+
+        It searches for the mode of the unconstrained posterior, and starts all chains there, with
+        the loss of `tall.control_variate`. If the search does not find a mode, or the posterior is
+        too wide for a control variate, it warns and samples with the loss itself.
+
+        Args:
+            batches: see `tall.center_at`: one pass has each example once.
+            num_chains: number of chains, >= 1.
+            sampler: None for `psmile(**model.posterior, key=0)`.
+            control_variate: False for the loss itself, from the mode.
+
+        The other arguments, the result and the errors are those of `optax_smile.sample`. Convert
+        the draws with `constrain` or `to_arviz`.
+
+        Cost: see `tall.find_mode`, then two gradients per chain and step.
+        """
+        sampler = psmile(**self.posterior, key=0) if sampler is None else sampler
+        start = self.init_fn(jax.random.key(0))
+        center, why = tall.search("NumpyroModel.sample", self.loss_fn, start, batches, sampler)
+        loss = self.loss_fn
+        if control_variate and not why:
+            loss = tall.control_variate(loss, center)
+        elif control_variate:
+            warn(f"`NumpyroModel.sample` samples without a control variate: {why}")
+        steps = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin, "key": key}
+        starts = chains_from_weights([center.params], num_chains=num_chains, key=key)
+        given: Options = {"steps_per_dispatch": thin} | steps | options
+        return run_chains(loss, starts, batches, sampler, **given)
 
     @_check.arguments("NumpyroModel.constrain", draws=DRAWS)
     def constrain(self, draws: Snapshots | StoredSnapshots) -> Snapshots:

@@ -319,6 +319,7 @@ class ChangeAverage(NamedTuple):
             the scale has not changed since.
         mean_change_square: average of (|g - g_before| / (d - 1))^2 / 2, scalar.
         mean_gradient_square: average of the mean of (|g| / (d - 1))^2 and the one before, scalar.
+        kurtosis: average of the square of (|g - g_before|^2 / its average), at least 1, scalar.
         num_changes: step ends that entered, int32.
     """
 
@@ -327,6 +328,7 @@ class ChangeAverage(NamedTuple):
     is_comparable: Flag
     mean_change_square: Real
     mean_gradient_square: Real
+    kurtosis: Real
     num_changes: Count
 
     def share(self) -> jax.Array:
@@ -360,12 +362,15 @@ class ChangeAverage(NamedTuple):
         count = _tree.count(self.num_changes, enters)
         new, last = (sketch, gradient_square), (self.sketch, self.last_square)
         sketch, gradient_square = optax.tree.where(end.opens_step & accepted, new, last)
+        mean_change_square = _average(self.mean_change_square, trust * square, count, enters)
+        relative = trust * square / jnp.where(mean_change_square > 0, mean_change_square, 1)
         averages = ChangeAverage(
             sketch=sketch,
             last_square=gradient_square,
             is_comparable=jnp.where(end.opens_step, True, self.is_comparable) & accepted,
-            mean_change_square=_average(self.mean_change_square, trust * square, count, enters),
+            mean_change_square=mean_change_square,
             mean_gradient_square=_average(self.mean_gradient_square, mean_square, count, enters),
+            kurtosis=_average(self.kurtosis, relative**2, count, enters),
             num_changes=count,
         )
         return averages, jnp.sqrt(jnp.where(enters, square, 0))
@@ -495,7 +500,9 @@ def init(params: optax.Params) -> EvidenceState:
         open_step=OpenStep(zero(), no(), zero(), zero()),
         energies=EnergyAverages(zero(), zero(), none()),
         turns=TurnAverage(zero(), none(), none()),
-        changes=ChangeAverage(_tree.empty_sketch(params), zero(), no(), zero(), zero(), none()),
+        changes=ChangeAverage(
+            _tree.empty_sketch(params), zero(), no(), zero(), zero(), zero(), none()
+        ),
         descent=DescentAverage(zero(), zero(), zero(), no()),
         loss=LossAverage(zero(), zero(), zero(), zero(), none(), zero(), no()),
     )

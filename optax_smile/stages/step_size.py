@@ -24,7 +24,7 @@ ANGLE = 0.06
 NOISE_PART = 0.5
 # The largest angle for the width of a posterior, where gradients are noise and where they are not,
 # and the angle while a chain is on its way.
-WIDEST_ANGLE, CLEAN_ANGLE, ANGLE_ON_THE_WAY = 0.25, 0.3, 1.0
+WIDEST_ANGLE, CLEAN_ANGLE, ANGLE_ON_THE_WAY = 0.25, 0.35, 1.0
 # Largest angle by which a whole gradient may turn it.
 LARGEST_ANGLE = 1.0
 # In a round posterior of known width, longer steps are accurate: a large gradient shortens its own
@@ -205,7 +205,7 @@ class AngleTuner(Tuner):
         that matches it, the momentum lasts that long in steps of 1 / (2 n) of the width W. In a
         regression this is the angle 1 / sqrt(batches in a pass) if gradients are mostly noise. With
         larger ones permutations would narrow the posterior. If there is little noise, the limit is
-        the accuracy of the steps: at `CLEAN_ANGLE` they are .65 W long.
+        the accuracy of the steps: at `CLEAN_ANGLE` they are .7 W long.
 
         n is W^2 |g|^2 / (d - 1)^2 - 1 in round coordinates. Coordinates get round slowly where
         there is little noise; there it is at most S / (1 - S). `noisiness`, in [0, 1], grows with
@@ -220,8 +220,11 @@ class AngleTuner(Tuner):
         noise = width**2 * rate**2 / share - 1
         clean = jnp.minimum(noise, share / jnp.maximum(1 - share, smallest))
         noise = jnp.maximum(clean + noisiness * (noise - clean), smallest)
-        # Among few parameters long steps are less accurate.
-        widest = max(CLEAN_ANGLE * (1 - 2 / evidence.num_parameters), ANGLE)
+        # Long steps are less accurate among few parameters, and where the curvature varies, if that
+        # and not the noise is what makes the changes vary.
+        varies = jnp.maximum(evidence.changes.kurtosis, 1) ** jnp.maximum(1 - share, 0)
+        widest = CLEAN_ANGLE * (1 - 2 / evidence.num_parameters) / varies
+        widest = jnp.maximum(widest, ANGLE)
         widest += noisiness * (WIDEST_ANGLE - widest)
         angle = width / (2 * noise) * rate / self._per_angle(share)
         angle = jnp.where(is_known, jnp.clip(angle, ANGLE, widest), ANGLE)
@@ -308,10 +311,11 @@ def angle_tuner(angle: float | None = None, adapt_steps: int | None = None) -> T
             (0, pi / 2]; half of it if they are noise. None: 0.06. Where `psmile` uses a matrix
             because there are few parameters, and knows the width W of the posterior, it is the
             angle at which the momentum lasts for 2 W: at least 0.06, and at most 0.25 if gradients
-            are noise. If they are not, it is at most 0.3 (1 - 2 / d): in a round posterior, steps
-            of up to 0.65 W. While the chain is on its way the angle is 1. With larger angles
-            posteriors of few parameters mix faster. But if each pass of n batches is a permutation
-            of the data, and gradients are mostly noise, their variances are too small by about
+            are noise. If they are not, it is at most 0.35 (1 - 2 / d) k^(S - 1), where k is the
+            kurtosis of the change: steps of up to 0.7 W if the curvature does not vary. While the
+            chain is on its way the angle is 1. With larger angles posteriors of few parameters mix
+            faster. But if each pass of n batches is a permutation of the data, and gradients are
+            mostly noise, their variances are too small by about
             .04 n angle^2 of them, at most by a quarter.
         adapt_steps: number of calls of `update` after which the step size no longer adapts (large
             gradients still shorten their own step), >= 1; None: never.
