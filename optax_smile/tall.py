@@ -210,7 +210,8 @@ def center_at(
     """
     full = _AllData("center_at", loss_fn, params, batches, sampler)
     center, _, gradient = full.at(full.start)
-    if why := full.judge(center, gradient):
+    why, _ = full.judge(center, gradient)
+    if why:
         warn(f"`center_at`: {why}")
     return center
 
@@ -251,7 +252,7 @@ def find_mode(
     Cost: some ten gradients and Hessians of all data, see `center_at`. Batches larger than those of
     the sampler are faster.
     """
-    center, why = search("find_mode", loss_fn, params, batches, sampler, max_passes)
+    center, why, _ = search("find_mode", loss_fn, params, batches, sampler, max_passes)
     if why:
         warn(f"`find_mode`: {why}")
     return center
@@ -264,8 +265,11 @@ def search(
     batches: Iterable[Batch],
     sampler: optax.GradientTransformation,
     max_passes: int = 200,
-) -> tuple[Center, str]:
-    """Find a mode, and say what is wrong with it as a centre; "" if it is a good one."""
+) -> tuple[Center, str, bool]:
+    """Find a mode, and say what is wrong with it as a centre; "" if it is a good one.
+
+    Returns also whether it is a mode.
+    """
     full = _AllData(where, loss_fn, params, batches, sampler)
     place = full.start
     center, energy, gradient = full.at(place)
@@ -283,7 +287,7 @@ def search(
             # No decrease beyond rounding.
             break
         place, (center, energy, gradient) = trial, found
-    return center, full.judge(center, gradient)
+    return center, *full.judge(center, gradient)
 
 
 def _of_batch(where: str, loss_fn: Loss) -> Callable[[Tree, Batch], tuple[jax.Array, Tree]]:
@@ -384,13 +388,15 @@ class _AllData:
             yield batch, size
 
     def curvatures(self, place: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-        """Return eigenvalues and eigenvectors of the Hessian."""
+        """Return eigenvalues and eigenvectors of the Hessian; minus ones if it is not finite."""
         total, rows = np.zeros((len(place), len(place))), 0
         for batch, size in self.sized():
             total += size * np.asarray(self.curvature(place, batch), np.float64)
             rows += size
         prior = np.asarray(self.prior_curvature(place), np.float64)
         hessian = potential.energy_change(self.posterior, total / rows, prior)
+        if not np.all(np.isfinite(hessian)):
+            hessian = -np.eye(len(place))
         return np.linalg.eigh((hessian + hessian.T) / 2)
 
     def newton(self, place: jax.Array, gradient: np.ndarray) -> np.ndarray:
@@ -399,27 +405,28 @@ class _AllData:
         values = np.abs(values)
         return axes @ (axes.T @ gradient / np.maximum(values, FLATTEST * values.max()))
 
-    def judge(self, center: Center, gradient: np.ndarray) -> str:
-        """Say why a centre is far from a mode, or does not help; "" if it is a good one."""
+    def judge(self, center: Center, gradient: np.ndarray) -> tuple[str, bool]:
+        """Say what is wrong with a centre, "" if it is a good one, and whether it is a mode."""
         place = ravel_pytree(center.params)[0]
         if len(place) > LARGEST_HESSIAN:
-            return ""
+            return "", True
         values, axes = self.curvatures(place)
         if values.min() <= 0:
-            return f"`params` is no mode, the curvature is negative. {FAR_OFF}"
+            return f"`params` is no mode: the curvature there is not positive. {FAR_OFF}", False
         # Coordinates in which the posterior is about standard normal.
         scale = axes / np.sqrt(values)
         distance = np.linalg.norm(gradient @ scale) / len(place) ** 0.5
         if distance > FAR:
             how = f"about {distance:.3g} posterior standard deviations away from `params`"
-            return f"the mode is {how}. {FAR_OFF}"
+            return f"the mode is {how}. {FAR_OFF}", False
         if (left := self.noise_left(place, scale)) > MOST_NOISE:
-            return (
+            why = (
                 f"with this centre, draws of the posterior would still have {left:.0%} of the"
                 " variance of their gradients. Two gradients per call cost more than that gains:"
                 " use the loss itself, or larger batches."
             )
-        return ""
+            return why, True
+        return "", True
 
     def noise_left(self, place: jax.Array, scale: np.ndarray) -> float:
         """Estimate the share of the variance that a control variate leaves, at normal draws."""

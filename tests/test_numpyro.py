@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions
-import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -68,6 +67,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "hierarchical": (hierarchical, (GROUP, np.float32(EFFECT + RNG.normal(size=NUM_DATA)))),
     "mixture": (mixture, (np.float32(PLACE + 0.8 * RNG.normal(size=NUM_DATA)),)),
 }
+DATA = MODELS["hierarchical"][1]
 
 
 def rows(data, index):
@@ -79,6 +79,17 @@ def shuffled(data, num_epochs, seed=0):
     for _ in range(num_epochs):
         order = rng.permutation(NUM_DATA)
         yield from (rows(data, order[i : i + BATCH]) for i in range(0, NUM_DATA, BATCH))
+
+
+class Shuffled:
+    """Another order in each pass."""
+
+    def __init__(self, data, size):
+        self.data, self.size, self.random = data, size, np.random.default_rng(0)
+
+    def __iter__(self):
+        order = self.random.permutation(len(self.data[0]))
+        yield from (rows(self.data, x) for x in order.reshape(-1, self.size))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -346,6 +357,32 @@ def test_a_number_in_a_batch_is_refused():
         from_numpyro(lambda number, y: observe(dist.Normal(0, 1), y), (8, np.ones(9)), num_data=9)
 
 
+def test_a_model_is_sampled_with_a_control_variate():
+    """Where it helps, and with a word where it does not. The posterior is about normal."""
+    x: Any = np.float32(np.random.default_rng(1).normal(size=(4_000, 3)))
+    y: Any = np.float32(x.sum(1) + np.random.default_rng(2).normal(size=4_000))
+
+    def regression(x, y):
+        w: Any = sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+        noise = sample("noise", dist.HalfNormal(1))
+        observe(dist.Normal(x @ w, noise), y, size=4_000)
+
+    bridge = from_numpyro(regression, (x[:100], y[:100]), num_data=4_000)
+    few: dict[str, Any] = {"num_warmup": 1_000, "num_draws": 300, "key": 0, "progress": False}
+    sites = bridge.constrain(bridge.sample(Shuffled((x, y), 100), **few)).params
+    found, *_ = np.linalg.lstsq(x, y, rcond=None)
+    mean, deviation = (of((0, 1)) * np.sqrt(4_000) for of in (sites["w"].mean, sites["w"].std))
+    np.testing.assert_allclose(mean, found * np.sqrt(4_000), atol=0.2)
+    np.testing.assert_allclose(deviation, 1, atol=0.2)
+    np.testing.assert_allclose(sites["noise"].mean(), np.std(y - x @ found), rtol=2e-3)
+    bridge = from_numpyro(hierarchical, rows(DATA, FIRST), num_data=NUM_DATA)
+    few |= {"num_warmup": 10, "num_draws": 10}
+    with pytest.warns(UserWarning, match=r"without a control variate: .* of the variance"):
+        bridge.sample(Shuffled(DATA, BATCH), **few)
+    with pytest.raises(ValueError, match=r"NumpyroModel.sample\(batches=.*400 rows, got 360"):
+        bridge.sample([*Shuffled(DATA, BATCH)][1:], **few)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_draws_agree_with_nuts(name):
@@ -353,15 +390,12 @@ def test_draws_agree_with_nuts(name):
     steps: dict[str, Any] = {"num_warmup": 1_000, "num_samples": 4_000, "num_chains": 4}
     mcmc = MCMC(NUTS(model), **steps, chain_method="vectorized", progress_bar=False)
     mcmc.run(jax.random.key(0), *data)
-    bridge = from_numpyro(model, rows(data, FIRST), num_data=NUM_DATA)
-    quiet: dict[str, Any] = {"key": 0, "progress": False}
-    train = optax_smile.warmstart(
-        bridge.map_loss, bridge.init_fn, list(shuffled(data, 1)), optax.adam(0.03),
-        num_members=32, num_epochs=60, **quiet,
-    )  # fmt: skip
-    tx = optax_smile.psmile(tuner=optax_smile.angle_tuner(0.1), **bridge.posterior, key=0)
-    steps = {"num_warmup": 5_000, "num_draws": 1_000, "thin": 20}
-    draws = optax_smile.sample(bridge.loss_fn, train, shuffled(data, 2_501), tx, **steps, **quiet)
+    bridge = from_numpyro(model, rows(data, slice(0, 100)), num_data=NUM_DATA)
+    with warnings.catch_warnings():
+        # 400 data are too few for a control variate.
+        warnings.simplefilter("ignore")
+        steps = {"num_warmup": 5_000, "num_draws": 4_000, "thin": 25, "key": 0}
+        draws = bridge.sample(Shuffled(data, 100), progress=False, **steps)
     draws = bridge.constrain(draws)
     for site, expected in mcmc.get_samples().items():
         expected = np.asarray(expected, float)

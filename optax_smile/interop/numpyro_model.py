@@ -31,6 +31,7 @@ NETWORK = (
     "Draw the weights of a network with `numpyro.sample` and pass them to its `apply`, instead of"
     " `random_flax_module` and its like; or leave NumPyro and give the sampler a `log_prior`."
 )
+NUM_STARTS = 4  # Of the search for a mode.
 # Whether densities or values of two batches are equal but for rounding.
 close = functools.partial(np.allclose, rtol=1e-5, atol=1e-5, equal_nan=True)
 Params = Mapping[str, jax.Array]
@@ -102,9 +103,9 @@ class NumpyroModel:
     ) -> Snapshots | StoredSnapshots:
         """Sample the model with mini-batches whose gradients have little noise.
 
-        It searches for the mode of the unconstrained posterior, and starts all chains there, with
-        the loss of `tall.control_variate`. If the search does not find a mode, or the posterior is
-        too wide for a control variate, it warns and samples with the loss itself.
+        It searches for a mode of the unconstrained posterior, and starts all chains there, with the
+        loss of `tall.control_variate`. If the posterior is too wide for that, it warns and samples
+        with the loss itself. If four searches find no mode, the chains start at draws of `init_fn`.
 
         Args:
             batches: see `tall.center_at`: one pass has each example once.
@@ -118,15 +119,22 @@ class NumpyroModel:
         Cost: see `tall.find_mode`, then two gradients per chain and step.
         """
         sampler = psmile(**self.posterior, key=0) if sampler is None else sampler
-        start = self.init_fn(jax.random.key(0))
-        center, why = tall.search("NumpyroModel.sample", self.loss_fn, start, batches, sampler)
-        loss = self.loss_fn
-        if control_variate and not why:
-            loss = tall.control_variate(loss, center)
+        where, loss = "NumpyroModel.sample", self.loss_fn
+        for place in range(NUM_STARTS):
+            start = self.init_fn(jax.random.key(place))
+            center, why, is_mode = tall.search(where, loss, start, batches, sampler)
+            if is_mode:
+                break
+        if control_variate and why:
+            warn(f"`{where}` samples without a control variate: {why}")
         elif control_variate:
-            warn(f"`NumpyroModel.sample` samples without a control variate: {why}")
+            loss = tall.control_variate(loss, center)
+        if is_mode:
+            starts = chains_from_weights([center.params], num_chains=num_chains, key=key)
+        else:
+            keys = jax.random.split(jax.random.key(NUM_STARTS), num_chains)
+            starts = jax.vmap(self.init_fn)(keys)
         steps = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin, "key": key}
-        starts = chains_from_weights([center.params], num_chains=num_chains, key=key)
         given: Options = {"steps_per_dispatch": thin} | steps | options
         return run_chains(loss, starts, batches, sampler, **given)
 
