@@ -272,6 +272,9 @@ def search(
     """
     full = _AllData(where, loss_fn, params, batches, sampler)
     place = full.start
+    if len(place) > LARGEST_HESSIAN:
+        rule = f"at most {LARGEST_HESSIAN:,} parameters, for Newton's method"
+        _check.fail(where, "params", rule, len(place), "Optimize them, and call `center_at`.")
     center, energy, gradient = full.at(place)
     while full.num_passes < max_passes:
         direction = full.newton(place, gradient)
@@ -309,7 +312,7 @@ class _AllData:
     Attributes:
         start: the first parameters, `[entry]`.
         num_passes: passes over the batches so far.
-        few: some batches.
+        few: the first batches of a pass.
     """
 
     def __init__(

@@ -180,6 +180,7 @@ def test_bad_data_and_losses_are_refused():
             r"loss_fn=.*of \(params, batch\)",
         ),
         (lambda: search(loss=lambda w, b: (b[0] @ w) ** 2), r"loss_fn=.*scalar"),
+        (lambda: search(params=np.ones(1_025, np.float32)), r"params=.*at most 1,024 parameters"),
         (lambda: tall.stored(linear, center, (X, Y)), r"data=.*the data of the centre"),
     ]:
         with pytest.raises(optax_smile.ArgumentError, match=text):
