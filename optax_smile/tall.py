@@ -38,6 +38,8 @@ LARGEST_HESSIAN = 1_024
 NEAR, FAR = 0.1, 2.0
 # Share of the noise that two gradients per call may leave, of the noise of one.
 MOST_NOISE = 0.5
+# Of the energy at normal draws, over that of a normal posterior.
+MOST_RISE = 2.0
 # Batches and draws with which the share is measured.
 NUM_BATCHES, NUM_DRAWS = 32, 4
 # Smallest curvature, relative to the largest, in a Newton step.
@@ -422,25 +424,39 @@ class _AllData:
         if distance > FAR:
             how = f"about {distance:.3g} posterior standard deviations away from `params`"
             return f"the mode is {how}. {FAR_OFF}", False
-        if (left := self.noise_left(place, scale)) > MOST_NOISE:
+        left, rise = self.at_draws(place, scale)
+        if not rise <= MOST_RISE:
+            why = (
+                "the posterior is far from normal: at draws of its normal approximation the energy"
+                f" is {rise:.3g} times as far above that of the mode as it should be. Far from the"
+                " centre, a control variate adds noise. Try another parametrization."
+            )
+        elif left > MOST_NOISE:
             why = (
                 f"with this centre, draws of the posterior would still have {left:.0%} of the"
                 " variance of their gradients. Two gradients per call cost more than that gains:"
                 " use the loss itself, or larger batches."
             )
-            return why, True
-        return "", True
+        else:
+            why = ""
+        return why, True
 
-    def noise_left(self, place: jax.Array, scale: np.ndarray) -> float:
-        """Estimate the share of the variance that a control variate leaves, at normal draws."""
-        random = np.random.default_rng(0)
+    def at_draws(self, place: jax.Array, scale: np.ndarray) -> tuple[float, float]:
+        """Try a control variate at draws of the normal approximation.
+
+        Returns the share of the variance of the gradients that it leaves, and the rise of the
+        energy over that of a normal posterior.
+        """
+        random, number = np.random.default_rng(0), len(place)
 
         def gradients(at: jax.Array) -> np.ndarray:
             return np.array([self.gradient(at, batch)[1] for batch in self.few], float) @ scale
 
-        before, whole, left = gradients(place), 0.0, 0.0
-        for _ in range(NUM_DRAWS):
-            draw = place + jnp.asarray(scale @ random.normal(size=len(place)), place.dtype)
+        before, (_, energy, _) = gradients(place), self.at(place)
+        whole = left = rise = 0.0
+        for z in random.normal(size=(NUM_DRAWS, number)):
+            draw = place + jnp.asarray(scale @ z, place.dtype)
             here = gradients(draw)
             whole, left = whole + here.var(axis=0).sum(), left + (here - before).var(axis=0).sum()
-        return left / whole if whole > 0 else 0.0
+            rise += (self.at(draw)[1] - energy) / (z @ z / 2) / NUM_DRAWS
+        return left / whole if whole > 0 else 0.0, rise

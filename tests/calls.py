@@ -53,9 +53,9 @@ def apply_fn(params, inputs):
 
 
 def model(x):
-    mean: Any = numpyro.sample("mean", dist.Normal(0, 1))
+    mean: Any = numpyro.sample("mean", dist.Normal(0, 1).expand([2]))
     with numpyro.plate("data", 10, subsample_size=len(x)):
-        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        numpyro.sample("x", dist.Normal(mean.sum(), 1), obs=x)
 
 
 def values(path) -> dict[str, Any]:
@@ -111,9 +111,10 @@ def values(path) -> dict[str, Any]:
         "plots.chain_paths": {"params": SERIES, "start": SERIES[:, 0]},
         "plots.regression_band": {"inputs": VECTOR},
         "parallel.over_chains": {"function": lambda x: x},
-        "NumpyroModel.constrain": {"draws": optax_smile.Snapshots({"mean": SERIES[..., 0]})},
+        "NumpyroModel.sample": {"batches": TALL["batches"], "sampler": None},
+        "NumpyroModel.constrain": {"draws": optax_smile.Snapshots({"mean": SERIES[..., :2]})},
         "NumpyroModel.to_arviz": {
-            "draws": optax_smile.Snapshots({"mean": SERIES[..., 0]}),
+            "draws": optax_smile.Snapshots({"mean": SERIES[..., :2]}),
             "data": VECTOR,
         },
     }
@@ -147,7 +148,7 @@ def valid_calls(path) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     called |= {"PrecisionSearch.sampler": search.sampler}
     called |= {f"Snapshots.{x}": getattr(Snapshots, x) for x in ("from_members", "from_draws")}
     bridge = optax_smile.interop.from_numpyro(model, VECTOR, num_data=10)
-    called |= {f"NumpyroModel.{x}": getattr(bridge, x) for x in ("constrain", "to_arviz")}
+    called |= {f"NumpyroModel.{x}": getattr(bridge, x) for x in ("constrain", "to_arviz", "sample")}
     for name in ("psmile", "sgld"):
         tx: Any = called[name](1e-2, num_data=10, key=KEY)
         called |= {f"{name}.init": tx.init, f"{name}.update": tx.update}

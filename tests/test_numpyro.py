@@ -377,7 +377,7 @@ def test_a_model_is_sampled_with_a_control_variate():
     np.testing.assert_allclose(sites["noise"].mean(), np.std(y - x @ found), rtol=2e-3)
     bridge = from_numpyro(hierarchical, rows(DATA, FIRST), num_data=NUM_DATA)
     few |= {"num_warmup": 10, "num_draws": 10}
-    with pytest.warns(UserWarning, match=r"without a control variate: .* of the variance"):
+    with pytest.warns(UserWarning, match=r"without a control variate: "):
         bridge.sample(Shuffled(DATA, BATCH), **few)
     with pytest.raises(ValueError, match=r"NumpyroModel.sample\(batches=.*400 rows, got 360"):
         bridge.sample([*Shuffled(DATA, BATCH)][1:], **few)

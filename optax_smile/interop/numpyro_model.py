@@ -84,6 +84,9 @@ class NumpyroModel:
     @_check.arguments(
         "NumpyroModel.sample",
         batches=_check.REPEATABLE,
+        num_warmup=_check.Whole(0),
+        num_draws=_check.Whole(1),
+        thin=_check.Whole(1),
         num_chains=_check.Whole(1),
         key=_check.Key(needed=True),
         sampler=_check.TRANSFORMATION | None,
@@ -99,7 +102,7 @@ class NumpyroModel:
         key: jax.Array | int,
         sampler: optax.GradientTransformation | None = None,
         control_variate: bool = True,
-        **options: Any,
+        **others: Any,
     ) -> Snapshots | StoredSnapshots:
         """Sample the model with mini-batches whose gradients have little noise.
 
@@ -135,8 +138,9 @@ class NumpyroModel:
             keys = jax.random.split(jax.random.key(NUM_STARTS), num_chains)
             starts = jax.vmap(self.init_fn)(keys)
         steps = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin, "key": key}
-        given: Options = {"steps_per_dispatch": thin} | steps | options
-        return run_chains(loss, starts, batches, sampler, **given)
+        given: Options = {"steps_per_dispatch": thin} | steps | others
+        with _check.called(where, "sample", "Run"):
+            return run_chains(loss, starts, batches, sampler, **given)
 
     @_check.arguments("NumpyroModel.constrain", draws=DRAWS)
     def constrain(self, draws: Snapshots | StoredSnapshots) -> Snapshots:

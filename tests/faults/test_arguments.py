@@ -92,6 +92,7 @@ HANDED_ON |= {"Likelihood": "Predictor", "thinned": "load_snapshots"}
 # Each success of these compiles or draws.
 SLOW = {"sample", "check", "warmstart", "select", "predict", "Predictor", "Likelihood"}
 SLOW |= {"report.write", "diagnostics.summary", "local.local_precision", "Run"}
+SLOW |= {"NumpyroModel.sample", "tall.find_mode", "tall.center_at"}
 PLAIN = (_check.Real, _check.Whole, _check.OneOf, _check.Key, _check.PathLike)
 NONE, FLAG = _check.NONE, _check.FLAG
 
