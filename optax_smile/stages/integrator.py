@@ -27,19 +27,22 @@ class Scheme(NamedTuple):
         kicks: lengths of the kicks, one more than drifts, sum 1.
         drifts: lengths of the drifts, sum 1. Each takes one gradient. At most two: whether it is
             one or two is read from the state, see `gradients_per_step`.
+        heat: by how much long steps widen a posterior, see `Momentum.kick_factor`.
     """
 
     kicks: tuple[float, ...]
     drifts: tuple[float, ...]
+    heat: float
 
 
 # Omelyan, Mryglod, Folk 2003, the minimal-norm scheme of second order with five stages.
 MINIMAL_NORM_KICK = 0.1931833275037836
 SCHEMES = {
-    "leapfrog": Scheme(kicks=(0.5, 0.5), drifts=(1.0,)),
+    "leapfrog": Scheme(kicks=(0.5, 0.5), drifts=(1.0,), heat=1 / 12),
     "minimal_norm": Scheme(
         kicks=(MINIMAL_NORM_KICK, 1 - 2 * MINIMAL_NORM_KICK, MINIMAL_NORM_KICK),
         drifts=(0.5, 0.5),
+        heat=0.0,
     ),
 }
 IntegratorName = Literal["leapfrog", "minimal_norm"]
@@ -52,27 +55,6 @@ Decoherence = float | jax.Array | Noise
 DILUTION, MOST_DILUTED = 40, 2
 # After this many half decoherence lengths in one step, u is a fresh direction anyway.
 FORGOTTEN = 40.0
-
-
-def firmness(
-    step_length: jax.Array, rate_square: jax.Array | None, num_parameters: int
-) -> float | jax.Array:
-    """Factor of a kick's length, because of which long steps leave the variances as they are.
-
-    A kick turns u by less than its length times the gradient, since u cannot turn further than to
-    e: as if the temperature were higher by (1 + 2 / d) k^2 / 12, where k^2 is the mean square of
-    eps |g| / d. In a round Gaussian with isotropic noise this is the leading error of the variances
-    at the ends of steps.
-
-    Args:
-        step_length: eps.
-        rate_square: mean square of |g| / (d - 1); None, or 0, for a factor of one.
-        num_parameters: d.
-    """
-    if rate_square is None:
-        return 1.0
-    share = (1 - 1 / num_parameters) ** 2 * (1 + 2 / num_parameters)
-    return 1 + share / 12 * jnp.minimum(rate_square * step_length**2, 1)
 
 
 class MomentumState(NamedTuple):
@@ -233,6 +215,26 @@ class Momentum:
         table = jnp.asarray((0.0, *fractions), state.step_length.dtype)
         return table[state.drift_index] * state.step_length
 
+    def kick_factor(
+        self, step_length: jax.Array, rate_square: jax.Array | None, num_parameters: int
+    ) -> float | jax.Array:
+        """Compute the factor of a kick's length that keeps long steps from widening the posterior.
+
+        A kick turns u by less than its length times the gradient, since u turns no further than to
+        e. The leapfrog then acts as if the temperature were higher by (1 + 2 / d) k^2 / 12, where
+        k^2 is the mean square of eps |g| / d. In a round Gaussian with isotropic noise this is the
+        leading error of the variances at the ends of steps. `"minimal_norm"` hardly has one.
+
+        Args:
+            step_length: eps.
+            rate_square: mean square of |g| / (d - 1), or 0; None for a factor of one.
+            num_parameters: d.
+        """
+        if rate_square is None or not self.scheme.heat:
+            return 1.0
+        relative = (1 - 1 / num_parameters) ** 2 * (1 + 2 / num_parameters)
+        return 1 + self.scheme.heat * relative * jnp.minimum(rate_square * step_length**2, 1)
+
     def last_drift(self, state: MomentumState, inverse_scale: _tree.Scale) -> optax.Updates:
         """Displacement of the drift that ends where a call begins; zero if no step is open."""
         return self.drift(state.direction, self._length(self.scheme.drifts, state), inverse_scale)
@@ -246,12 +248,12 @@ class Momentum:
     ) -> tuple[Heading, StepEnd]:
         """Kick after the last drift, the end of a step or its middle; none if no step is open.
 
-        For `rate_square` see `firmness`.
+        For `rate_square` see `kick_factor`.
         """
         num_parameters, num_drifts = _tree.size(state.direction), len(self.scheme.drifts)
         before = self.heading(state.moving, sums)
         length = self._length(self.scheme.kicks[1:], state)
-        length *= firmness(state.step_length, rate_square, num_parameters)
+        length *= self.kick_factor(state.step_length, rate_square, num_parameters)
         opens_step = state.drift_index % num_drifts == 0
         if num_drifts == 1:
             # The compiler leaves out what would follow inside a step.
@@ -339,7 +341,7 @@ class Momentum:
     ) -> tuple[Heading, jax.Array]:
         """Kick with the first kick of a step, none inside one, and return also its energy, nats."""
         length = self.scheme.kicks[0] * step_length.astype(end.step_length.dtype)
-        length *= firmness(step_length, rate_square, end.num_parameters)
+        length *= self.kick_factor(step_length, rate_square, end.num_parameters)
         given = heading, jnp.where(end.opens_step, length, 0), end.num_parameters
         return self.kick(*given), self.kinetic_change(*given)
 
