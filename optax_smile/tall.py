@@ -38,8 +38,8 @@ LARGEST_HESSIAN = 1_024
 NEAR, FAR = 0.1, 2.0
 # Share of the noise that two gradients per call may leave, of the noise of one.
 MOST_NOISE = 0.5
-# Of the energy at normal draws, over that of a normal posterior.
-MOST_RISE = 2.0
+# Largest rise of the energy at draws of the normal approximation, over that of a normal posterior.
+LARGEST_RISE = 2.0
 # Batches and draws with which the share is measured.
 NUM_BATCHES, NUM_DRAWS = 32, 4
 # Smallest curvature, relative to the largest, in a Newton step.
@@ -211,11 +211,12 @@ def center_at(
     as a gradient for each parameter.
     """
     full = _AllData("center_at", loss_fn, params, batches, sampler)
-    center, _, gradient = full.at(full.start)
-    why, _ = full.judge(center, gradient)
+    point, why = full.at(full.start), ""
+    if len(point.entries) <= LARGEST_HESSIAN:
+        why, _ = full.judge(point, *full.curvatures(point))
     if why:
         warn(f"`center_at`: {why}")
-    return center
+    return point.center
 
 
 @_check.arguments(
@@ -273,26 +274,26 @@ def search(
     Returns also whether it is a mode.
     """
     full = _AllData(where, loss_fn, params, batches, sampler)
-    place = full.start
-    if len(place) > LARGEST_HESSIAN:
+    if len(full.start) > LARGEST_HESSIAN:
         rule = f"at most {LARGEST_HESSIAN:,} parameters, for Newton's method"
-        _check.fail(where, "params", rule, len(place), "Optimize them, and call `center_at`.")
-    center, energy, gradient = full.at(place)
-    while full.num_passes < max_passes:
-        direction = full.newton(place, gradient)
-        decrease = direction @ gradient
-        if decrease < NEAR**2 * len(place):
-            break
-        for length in 0.5 ** np.arange(HALVINGS):
-            trial = place - jnp.asarray(length * direction, place.dtype)
-            found = full.at(trial)
-            if found[1] <= energy - DECREASE * length * decrease:
-                break
-        else:
-            # No decrease beyond rounding.
-            break
-        place, (center, energy, gradient) = trial, found
-    return center, *full.judge(center, gradient)
+        _check.fail(where, "params", rule, len(full.start), "Optimize them, then use `center_at`.")
+    point = full.at(full.start)
+    while True:
+        curvatures, axes = full.curvatures(point)
+        # Where a curvature is negative, downhill all the same.
+        positive = np.maximum(np.abs(curvatures), FLATTEST * np.abs(curvatures).max())
+        direction = axes @ (axes.T @ point.slope / positive)
+        decrease = direction @ point.slope
+        last, is_lower = point, False
+        if decrease >= NEAR**2 * len(direction) and full.num_passes < max_passes:
+            for length in 0.5 ** np.arange(HALVINGS):
+                point = full.at(last.entries - jnp.asarray(length * direction, full.start.dtype))
+                is_lower = point.energy <= last.energy - DECREASE * length * decrease
+                if is_lower:
+                    break
+        if not is_lower:
+            # Near enough, too many passes, or no decrease beyond rounding.
+            return last.center, *full.judge(last, curvatures, axes)
 
 
 def _of_batch(where: str, loss_fn: Loss) -> Callable[[Tree, Batch], tuple[jax.Array, Tree]]:
@@ -306,6 +307,15 @@ def _of_batch(where: str, loss_fn: Loss) -> Callable[[Tree, Batch], tuple[jax.Ar
         return loss
 
     return jax.value_and_grad(checked)
+
+
+class _Point(NamedTuple):
+    """Flat parameters `[entry]`, the centre there, the energy, and its gradient `[entry]`."""
+
+    entries: jax.Array
+    center: Center
+    energy: float
+    slope: np.ndarray
 
 
 class _AllData:
@@ -350,8 +360,8 @@ class _AllData:
         self.prior = jax.jit(jax.value_and_grad(prior))
         self.prior_curvature = jax.jit(jax.hessian(prior))
 
-    def at(self, place: jax.Array) -> tuple[Center, float, np.ndarray]:
-        """Return the centre at a place, and the energy and its gradient there, in one pass."""
+    def at(self, place: jax.Array) -> _Point:
+        """Evaluate flat parameters in one pass."""
         loss, gradient, rows = 0.0, np.zeros(len(place)), 0
         number = float(self.posterior.num_data)
         for batch, size in self.sized():
@@ -382,7 +392,7 @@ class _AllData:
         )
         energy = potential.energy_change(self.posterior, loss, float(prior))
         slope = potential.energy_change(self.posterior, gradient, prior_slope)
-        return center, energy, slope
+        return _Point(place, center, energy, slope)
 
     def sized(self) -> Iterator[tuple[Batch, int]]:
         """Yield the batches of a pass, and their numbers of rows."""
@@ -392,43 +402,34 @@ class _AllData:
                 _check.fail(self.where, "batches", _checks.USABLE, _check.show(batch))
             yield batch, size
 
-    def curvatures(self, place: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    def curvatures(self, point: _Point) -> tuple[np.ndarray, np.ndarray]:
         """Return eigenvalues and eigenvectors of the Hessian; minus ones if it is not finite."""
-        total, rows = np.zeros((len(place), len(place))), 0
+        total, rows = np.zeros((len(point.entries),) * 2), 0
         for batch, size in self.sized():
-            total += size * np.asarray(self.curvature(place, batch), np.float64)
+            total += size * np.asarray(self.curvature(point.entries, batch), np.float64)
             rows += size
-        prior = np.asarray(self.prior_curvature(place), np.float64)
+        prior = np.asarray(self.prior_curvature(point.entries), np.float64)
         hessian = potential.energy_change(self.posterior, total / rows, prior)
         if not np.all(np.isfinite(hessian)):
-            hessian = -np.eye(len(place))
+            hessian = -np.eye(len(hessian))
         return np.linalg.eigh((hessian + hessian.T) / 2)
 
-    def newton(self, place: jax.Array, gradient: np.ndarray) -> np.ndarray:
-        """Return a Newton step uphill, with all curvatures positive."""
-        values, axes = self.curvatures(place)
-        values = np.abs(values)
-        return axes @ (axes.T @ gradient / np.maximum(values, FLATTEST * values.max()))
-
-    def judge(self, center: Center, gradient: np.ndarray) -> tuple[str, bool]:
+    def judge(self, point: _Point, curvatures: np.ndarray, axes: np.ndarray) -> tuple[str, bool]:
         """Say what is wrong with a centre, "" if it is a good one, and whether it is a mode."""
-        place = ravel_pytree(center.params)[0]
-        if len(place) > LARGEST_HESSIAN:
-            return "", True
-        values, axes = self.curvatures(place)
-        if values.min() <= 0:
+        if curvatures.min() <= 0:
             return f"`params` is no mode: the curvature there is not positive. {FAR_OFF}", False
         # Coordinates in which the posterior is about standard normal.
-        scale = axes / np.sqrt(values)
-        distance = np.linalg.norm(gradient @ scale) / len(place) ** 0.5
+        scale = axes / np.sqrt(curvatures)
+        distance = np.linalg.norm(point.slope @ scale) / len(scale) ** 0.5
         if distance > FAR:
             how = f"about {distance:.3g} posterior standard deviations away from `params`"
             return f"the mode is {how}. {FAR_OFF}", False
-        left, rise = self.at_draws(place, scale)
-        if not rise <= MOST_RISE:
+        left, rise = self.at_draws(point, scale)
+        why = ""
+        if not rise <= LARGEST_RISE:
             why = (
-                "the posterior is far from normal: at draws of its normal approximation the energy"
-                f" is {rise:.3g} times as far above that of the mode as it should be. Far from the"
+                "the posterior is far from normal: at draws of its normal approximation, the energy"
+                f" is {rise:.3g} times as far above that of the mode as expected. Far from the"
                 " centre, a control variate adds noise. Try another parametrization."
             )
         elif left > MOST_NOISE:
@@ -437,26 +438,23 @@ class _AllData:
                 " variance of their gradients. Two gradients per call cost more than that gains:"
                 " use the loss itself, or larger batches."
             )
-        else:
-            why = ""
         return why, True
 
-    def at_draws(self, place: jax.Array, scale: np.ndarray) -> tuple[float, float]:
+    def at_draws(self, point: _Point, scale: np.ndarray) -> tuple[float, float]:
         """Try a control variate at draws of the normal approximation.
 
         Returns the share of the variance of the gradients that it leaves, and the rise of the
         energy over that of a normal posterior.
         """
-        random, number = np.random.default_rng(0), len(place)
+        random = np.random.default_rng(0)
 
         def gradients(at: jax.Array) -> np.ndarray:
             return np.array([self.gradient(at, batch)[1] for batch in self.few], float) @ scale
 
-        before, (_, energy, _) = gradients(place), self.at(place)
-        whole = left = rise = 0.0
-        for z in random.normal(size=(NUM_DRAWS, number)):
-            draw = place + jnp.asarray(scale @ z, place.dtype)
+        before, whole, left, rise = gradients(point.entries), 0.0, 0.0, 0.0
+        for z in random.normal(size=(NUM_DRAWS, len(scale))):
+            draw = point.entries + jnp.asarray(scale @ z, point.entries.dtype)
             here = gradients(draw)
             whole, left = whole + here.var(axis=0).sum(), left + (here - before).var(axis=0).sum()
-            rise += (self.at(draw)[1] - energy) / (z @ z / 2) / NUM_DRAWS
+            rise += (self.at(draw).energy - point.energy) / (z @ z / 2) / NUM_DRAWS
         return left / whole if whole > 0 else 0.0, rise
