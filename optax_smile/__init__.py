@@ -66,8 +66,7 @@ __all__ += ["load_snapshots", "local"]
 __all__ += ["mclmc", "metrics", "parallel", "plots", "predict", "psgld", "psmile", "published"]
 __all__ += ["quantile_tuner", "recorded", "report", "sample", "scale_adapted_sghmc"]
 __all__ += ["scale_by_gradient_noise", "select", "sghmc", "sgld", "smile", "stats", "tall"]
-__all__ += ["tracked"]
-__all__ += ["warmstart"]
+__all__ += ["tracked", "warmstart"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -88,8 +88,7 @@ def test_mean_and_mean_gradient_are_those_of_the_loss(is_stored):
 def test_draws_of_a_regression_are_those_of_its_posterior():
     """Without any choice: from zeros, 1 % of the data in a batch, 12,000 gradients per chain.
 
-    Without the control variate the effective size is less than a fiftieth. Bounds: six standard
-    errors of means and variances, and 1.5 % for the length of the steps.
+    Bounds: six standard errors of means and variances, and 1.5 % for the length of the steps.
     """
     center = tall.find_mode(linear, jnp.zeros(SIZE), Batches(), SAMPLER)
     mean, covariance = exact()

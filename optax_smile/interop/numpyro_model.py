@@ -107,8 +107,9 @@ class NumpyroModel:
         """Sample the model with mini-batches whose gradients have little noise.
 
         It searches for a mode of the unconstrained posterior, and starts all chains there, with the
-        loss of `tall.control_variate`. If the posterior is too wide for that, it warns and samples
-        with the loss itself. If four searches find no mode, the chains start at draws of `init_fn`.
+        loss of `tall.control_variate`. If the posterior is too wide or too far from normal for
+        that, it warns and samples with the loss itself. If four searches find no mode, the chains
+        start at draws of `init_fn`.
 
         Args:
             batches: see `tall.center_at`: one pass has each example once.
@@ -125,7 +126,8 @@ class NumpyroModel:
         where, loss = "NumpyroModel.sample", self.loss_fn
         for place in range(NUM_STARTS):
             start = self.init_fn(jax.random.key(place))
-            center, why, is_mode = tall.search(where, loss, start, batches, sampler)
+            with _check.called(where, where, params="model", loss_fn="model"):
+                center, why, is_mode = tall.search(where, loss, start, batches, sampler)
             if is_mode:
                 break
         if control_variate and why:

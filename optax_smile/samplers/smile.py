@@ -178,8 +178,8 @@ def psmile(
               explicit noise turns u by an angle whose square is about
               min((1 + 40 / d) a^2, 2 b^2) * min(T, 1)^2, where T is the temperature. At T = 1, this
               noise halves, to first order, the bias that anisotropic gradient noise causes. With a
-              matrix, noise that forgets the direction over the width of the posterior is added, as
-              far as the gradients do not change from step to step.
+              matrix whose width W is known, the square is larger by 2 (1 - S) eps / W, with the
+              step size eps and the share S of the change (`change_share` of `stats`).
             - `"turning"`: the distance 1 / R, where R is the angle in radians by which the
               gradients turn u per unit length. The chain mixes faster than with `"matched"` if
               gradients have little noise and the posterior is about equally wide in all directions,
@@ -243,8 +243,8 @@ def psmile(
     correlations, such as those of the features of a regression. If the posterior is round in these
     coordinates, its mean curvature tells how wide it is. The default step size is then such that
     the momentum lasts for twice this width, see `angle_tuner`. If whole gradients turn u by the
-    angle k in a step, kicks are longer by the factor 1 + k^2 / 12: otherwise long steps would widen
-    the posterior.
+    angle k in a step, the kicks of the leapfrog are longer by the factor 1 + k^2 / 12: otherwise
+    long steps would widen the posterior.
 
     With `decoherence_length=None`, q is instead the mean of (g - g_before)^2 / 2, where g_before is
     the gradient of the step before. This measures mainly the noise of the gradients, as in the

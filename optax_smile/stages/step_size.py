@@ -296,8 +296,9 @@ def angle_tuner(angle: float | None = None, adapt_steps: int | None = None) -> T
     - Each step moves the step size half way to the rule, on a logarithmic scale: the change grows
       with the step, and a whole correction would overshoot forever.
     - A whole gradient turns the momentum by at most 1 radian, and a gradient or its change by at
-      most three times the average: a large gradient, or change, shortens its own step at once. Only
-      the part across the momentum counts, with the cosine p of the momentum and -g,
+      most three times the average: a large gradient, or change, shortens its own step at once.
+      Without `angle`, both limits are three times as large once the width (see below) is known.
+      Only the part across the momentum counts, with the cosine p of the momentum and -g,
       |g| / (d - 1) max(1 - max(p, 0)^2, .03): on the way down to a mode a gradient is long but
       hardly turns the momentum.
     - Gradients are compared across one step and on one scale. The change across a rejected step or
@@ -315,8 +316,8 @@ def angle_tuner(angle: float | None = None, adapt_steps: int | None = None) -> T
             kurtosis of the change: steps of up to 0.7 W if the curvature does not vary. While the
             chain is on its way the angle is 1. With larger angles posteriors of few parameters mix
             faster. But if each pass of n batches is a permutation of the data, and gradients are
-            mostly noise, their variances are too small by about
-            .04 n angle^2 of them, at most by a quarter.
+            mostly noise, their variances are too small by about .04 n angle^2 of them, at most by a
+            quarter.
         adapt_steps: number of calls of `update` after which the step size no longer adapts (large
             gradients still shorten their own step), >= 1; None: never.
 
