@@ -26,6 +26,7 @@ from optax_smile import _check, _on_host, _settings, _tree, potential
 from optax_smile._types import Batch, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _checks
+from optax_smile.chains._centers import Center, residual
 from optax_smile.potential import Potential
 
 __all__ = ["Center", "center_at", "control_variate", "find_mode", "stored"]
@@ -49,28 +50,6 @@ DECREASE, HALVINGS = 1e-4, 30
 ONE = "a scalar mean loss `loss_fn(params, batch)`, without `aux` and random numbers"
 FAR_OFF = "Far from a mode, gradients have more noise: see `find_mode`."
 PASS = "Pass each example once: no dropped or repeated batches, the whole data in one pass."
-
-
-class Center(NamedTuple):
-    """A point, and what `control_variate` needs to know of all data there.
-
-    Attributes:
-        params: c, the parameters of one chain.
-        loss: L, the mean loss, scalar.
-        gradient: G, its gradient, a tree like `params`.
-    """
-
-    params: Tree
-    loss: jax.Array
-    gradient: Tree
-
-
-def _residual(loss: jax.Array, gradient: Tree, center: Center, params: Tree) -> jax.Array:
-    """Difference between the linear functions that touch the losses of a batch and of all data."""
-    excess = jax.tree.map(jnp.subtract, gradient, center.gradient)
-    moved = jax.tree.map(jnp.subtract, params, center.params)
-    terms = jax.tree.map(lambda x, y: jnp.sum(x * y), excess, moved)
-    return loss - center.loss + _tree.total(terms)
 
 
 @_check.arguments(
@@ -115,7 +94,7 @@ def control_variate(loss_fn: Loss, center: Center) -> Loss:
     def reduced(params: Tree, batch: Batch) -> jax.Array:
         at = jax.lax.stop_gradient(center)
         loss, gradient = value_and_grad(at.params, batch)
-        return loss_fn(params, batch) - _residual(loss, gradient, at, params)
+        return loss_fn(params, batch) - residual(loss, gradient, at, params)
 
     return reduced
 
@@ -172,7 +151,7 @@ def stored(loss_fn: Loss, center: Center, data: Batch, *, block: int = 1_024) ->
     def reduced(params: Tree, batch: Batch) -> jax.Array:
         examples, *columns = batch
         loss, gradient = jax.tree.map(lambda x: jnp.mean(x, axis=0), columns)
-        return loss_fn(params, examples) - _residual(loss, gradient, center, params)
+        return loss_fn(params, examples) - residual(loss, gradient, center, params)
 
     return reduced, (data, losses, gradients)
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from optax_smile import _check, _on_host, _reuse, _settings, parallel
 from optax_smile._types import Batch, Output, Tree
-from optax_smile.chains import _checks
+from optax_smile.chains import _centers, _checks
 from optax_smile.diagnostics.findings import Check
 from optax_smile.state import check_place, find, last_accepted, stats
 
@@ -33,6 +33,7 @@ class Chain(NamedTuple):
         loss: loss of a batch at the last accepted step end, scalar.
         start_loss: loss of the first batch at the start, scalar.
         gradients: record of the gradients.
+        centered: control variate, or None.
     """
 
     params: optax.Params
@@ -42,6 +43,7 @@ class Chain(NamedTuple):
     loss: jax.Array
     start_loss: jax.Array
     gradients: _checks.Gradients
+    centered: _centers.Centered | None
 
 
 class Chains:
@@ -60,6 +62,8 @@ class Chains:
         mesh: Mesh | None = None,
         specs: Tree = None,
         hint: str = "",
+        has_centers: bool = False,
+        num_stored: int = 0,
     ):
         self.mesh, self.specs, self.per_chain = mesh, specs, per_chain
         self.number = parallel.num_chains("sample", params)
@@ -76,6 +80,7 @@ class Chains:
             aux=None if aux is None else parallel.place(aux, mesh=mesh),
             key=None if loss_key is None else parallel._split_key(loss_key, self.number, mesh=mesh),
             gradients=parallel.place(_checks.no_gradients(self.number, aux), mesh=mesh),
+            centered=self._centered(params, num_stored) if has_centers else None,
             **parallel.place(dict.fromkeys(LOSSES, jnp.zeros(self.number)), mesh=mesh),
         )
         check_place("sample", "sampler", chains.state, params)
@@ -86,17 +91,23 @@ class Chains:
         self.sampler, self.settings = sampler, _settings.of(sampler, self.like.params)
         self.tree = chains
 
-        one_call = _call_of_chain(loss, sampler)
+        def program(function: Callable[[Chain, Batch], Chain]) -> _reuse.Program:
+            of_all = {"carry": self._carry, "mesh": mesh, "per_chain": per_chain}
+            return _reuse.Program(function, functools.partial(parallel.step, **of_all), mesh)
 
-        def many(chain, batches):
-            return jax.lax.scan(lambda x, batch: (one_call(x, batch), None), chain, batches)[0]
-
-        of_all = {"carry": self._carry, "mesh": mesh, "per_chain": per_chain}
-        compiled = functools.partial(parallel.step, **of_all)
-        self._one, self._many = (_reuse.Program(x, compiled, mesh) for x in (one_call, many))
+        # Without and, if there are centres, with a control variate.
+        self.plan = _centers.Plan()
+        calls = [_call_of_chain(loss, sampler, x) for x in (False, True)[: 1 + has_centers]]
+        self._one, self._many = ([program(x) for x in y] for y in (calls, map(_in_turn, calls)))
         self._record = _compiled(_record_of_chain, mesh)
         self.loss = loss
         number = (self.settings or {}).get("num_data")
+        if has_centers:
+            self._move = program(_move_center)
+            given = loss, float(number or 0)
+            self._gather, self._measure = (
+                program(functools.partial(x, *given)) for x in (_gather, _measure)
+            )
         # Another loss may need arrays that are spread over devices.
         is_read = specs is None and (mesh is None or parallel.DATA not in mesh.shape)
         self.counted = _checks.Counted(number, per_chain, loss if is_read else None, self.like)
@@ -170,16 +181,66 @@ class Chains:
         if self.mesh is None:
             yield from _checks.check_program(program, params, self.losses, batch, self.per_chain)
 
-    def advance(self, batches: list[Batch]):
-        """Make an update with each batch; those of several steps in one call if shapes agree."""
+    def advance(self, batches: list[Batch], places: Sequence[int] = ()):
+        """Make an update with each batch; those of several steps in one call if shapes agree.
+
+        The `places` are those in the list of which gradients are stored.
+        """
+        if self.plan.is_on:
+            batches = [*map(self._at, batches, places)]
         stacked = None
         if len(batches) > self.gradients_per_step:
             stacked = _stack(batches, axis=int(self.per_chain))
         if stacked is not None:
-            self._carry = self._many(self._carry, self._losses.put(stacked, stacked=True))
+            batch = self._losses.put(stacked, stacked=True)
+            self._carry = self._many[self.plan.is_on](self._carry, batch)
         else:
             for batch in batches:
-                self._carry = self._one(self._carry, self._losses.put(batch))
+                self._carry = self._one[self.plan.is_on](self._carry, self._losses.put(batch))
+
+    def move_centers(self):
+        """Put the centres of the control variates where the chains are."""
+        self._carry = self._move(self._carry, ())
+
+    def gather(self, batch: Batch, place: int):
+        """Add a batch to what the centres know of all data."""
+        self._carry = self._gather(self._carry, self._losses.put(self._at(batch, place)))
+
+    def _at(self, batch: Batch, place: int) -> Batch:
+        """Add the place of a batch if gradients are stored."""
+        if self.like.centered.stored is None:
+            return batch
+        return np.full((self.number,) * self.per_chain, place, np.int32), batch
+
+    def noise_left(self, batch: Batch) -> np.ndarray:
+        """Measure which share of the noise the control variates leave, `[chain]`."""
+        self._carry = self._measure(self._carry, self._losses.put(batch))
+        return self._everywhere(lambda x: x.noise_left)
+
+    def ratio_of_halves(self, batch: Batch) -> float:
+        """Return the sum of the losses of two halves over that of a batch; 2 if it is unknown."""
+        found = _checks.check_mean(self.losses, batch, self.counted, self.mesh)
+        return found.value[0] if isinstance(found, Check) and self.like.key is None else 2.0
+
+    def excess(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return what tells whether batches and centres have the same data, `[chain, ...]`."""
+        return self._everywhere(lambda x: (x.excess, x.center.loss))
+
+    def _everywhere(self, read: Callable[[_centers.Centered], Tree]) -> Tree:
+        """Return numbers of the control variates of all chains."""
+        assert self._carry.centered is not None
+        return _on_host.everywhere(read(self._carry.centered))
+
+    def _centered(self, params: optax.Params, num_stored: int) -> _centers.Centered:
+        """Return the control variates before the first centres."""
+        start = _centers.start(params, self.number, num_stored)
+        point, gradient = (
+            parallel.place(x, mesh=self.mesh, specs=self.specs)
+            for x in (start.center.params, start.center.gradient)
+        )
+        rest = start._replace(center=start.center.loss)
+        rest = parallel.place(rest, mesh=self.mesh)
+        return rest._replace(center=_centers.Center(point, rest.center, gradient))
 
     @property
     def tree(self) -> Chain:
@@ -192,7 +253,10 @@ class Chains:
 
     def record(self) -> tuple[dict[str, np.ndarray], _checks.Gradients]:
         """Return statistics and record of the gradients, `[chain, ...]` of this process."""
-        return _on_host.local(self._record(self._carry))
+        found, gradients = _on_host.local(self._record(self._carry))
+        if self._carry.centered is not None:
+            found["num_passes"] = np.full_like(found["num_reduced"], self.plan.num_passes)
+        return found, gradients
 
     def num_gradients(self) -> int:
         """Wait for the chains, and return how many gradients their samplers have received."""
@@ -223,19 +287,35 @@ def _compiled(function: Callable, mesh: Mesh | None) -> Callable:
     return jax.jit(parallel.over_chains(function, mesh=mesh), out_shardings=own)
 
 
+def _in_turn(one_call: Callable[[Chain, Batch], Chain]) -> Callable[[Chain, Batch], Chain]:
+    """Make a call with each of several batches."""
+
+    def many(chain: Chain, batches: Batch) -> Chain:
+        return jax.lax.scan(lambda x, batch: (one_call(x, batch), None), chain, batches)[0]
+
+    return many
+
+
 def _call_of_chain(
-    loss: Callable[..., tuple[jax.Array, Tree]], sampler: optax.GradientTransformationExtraArgs
+    loss: _checks.FullLoss,
+    sampler: optax.GradientTransformationExtraArgs,
+    is_reduced: bool = False,
 ) -> Callable[[Chain, Batch], Chain]:
     """Make one gradient and one update of a chain; a rejected step leaves `aux` unchanged."""
 
     def one_call(chain: Chain, batch: Batch) -> Chain:
-        key, used = (None, None) if chain.key is None else jax.random.split(chain.key)
-        value_and_grad = jax.value_and_grad(loss, has_aux=True)
+        key, used = _split(chain)
+        centered = chain.centered if is_reduced else None
+        of_batch = loss if centered is None else centered.reduced(loss)
+        value_and_grad = jax.value_and_grad(of_batch, has_aux=True)
         (value, aux), grads = value_and_grad(chain.params, chain.aux, used, batch)
+        if centered is not None:
+            aux, excess = aux
+            centered = centered.count(excess)
 
         def value_fn(params: optax.Params) -> jax.Array:
             """Compute the loss for the line search of an optimizer."""
-            return loss(params, chain.aux, used, batch)[0]
+            return of_batch(params, chain.aux, used, batch)[0]
 
         aux, are_lost = _checks.keep_finite(aux, chain.aux, value)
         given: dict[str, Tree] = {"value": value, "value_fn": value_fn}
@@ -256,14 +336,44 @@ def _call_of_chain(
             loss=jnp.where(now.accepted & (now.step_end | is_first), value, chain.loss),
             start_loss=jnp.where(is_first, value, chain.start_loss),
             gradients=record,
+            centered=chain.centered if centered is None else centered,
         )
 
     return one_call
 
 
+def _split(chain: Chain) -> tuple[jax.Array | None, jax.Array | None]:
+    """Return the next key of a chain and the one to use now, of a stochastic loss."""
+    if chain.key is None:
+        return None, None
+    key, used = jax.random.split(chain.key)
+    return key, used
+
+
+def _move_center(chain: Chain, _: Batch) -> Chain:
+    assert chain.centered is not None
+    return chain._replace(centered=chain.centered.moved(last_accepted(chain.state, chain.params)))
+
+
+def _gather(loss: _checks.FullLoss, number: float, chain: Chain, batch: Batch) -> Chain:
+    assert chain.centered is not None
+    key, used = _split(chain)
+    centered = chain.centered.gathered(loss, chain.aux, used, batch, number)
+    return chain._replace(key=key, centered=centered)
+
+
+def _measure(loss: _checks.FullLoss, number: float, chain: Chain, batch: Batch) -> Chain:
+    assert chain.centered is not None
+    key, used = _split(chain)
+    point = last_accepted(chain.state, chain.params)
+    centered = chain.centered.measured(loss, point, chain.aux, used, batch, number)
+    return chain._replace(key=key, centered=centered)
+
+
 def _record_of_chain(chain: Chain) -> tuple[dict[str, jax.Array], _checks.Gradients]:
     losses = {name: getattr(chain, name) for name in LOSSES}
-    return stats(chain.state)._asdict() | losses, chain.gradients
+    of_center = {} if chain.centered is None else chain.centered.stats()
+    return stats(chain.state)._asdict() | losses | of_center, chain.gradients
 
 
 def _draw_of_chain(chain: Chain) -> Tree:

@@ -89,6 +89,12 @@ class Stream:
             with contextlib.suppress(StopIteration):
                 self.iterator = itertools.chain(iterator, [self._read()])
 
+    @property
+    def place(self) -> int:
+        """Place of the last batch in a list, or in its pass."""
+        length = len(self.batches) if isinstance(self.batches, Sequence) else self.taken
+        return (self.taken - 1 + self.is_rotated) % max(length, 1)
+
     def position(self) -> Position:
         """Return the position of the next batch."""
         get_state = getattr(self.iterator, "get_state", None)

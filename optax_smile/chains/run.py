@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from optax_smile import _check, _on_host, _table, parallel
 from optax_smile._types import Batch, Output, Tree, Unchecked
 from optax_smile._warn import warn
-from optax_smile.chains import _checks, _directory, _host, _optimizer
+from optax_smile.chains import _centers, _checks, _directory, _host, _optimizer
 from optax_smile.chains._chains import Chains
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
@@ -94,6 +94,7 @@ class Run:
         key=_check.Key(needed=True),
         aux=_checks.AUX | None,
         batch_per=_check.OneOf(BatchPer),
+        control_variate=_centers.GIVEN | None,
         steps_per_dispatch=_check.Whole(1),
         mesh=parallel.MESH,
         specs=parallel.SPECS,
@@ -114,6 +115,7 @@ class Run:
         stochastic: bool = False,
         per_chain: bool = False,
         batch_per: BatchPer = "gradient",
+        control_variate: Iterable[Batch] | None = None,
         steps_per_dispatch: int = 1,
         mesh: Mesh | None = None,
         specs: Tree = None,
@@ -142,7 +144,16 @@ class Run:
             mesh=mesh,
             specs=specs,
             hint=_checks.advice_on_axes(params, batches),
+            has_centers=control_variate is not None,
+            num_stored=_centers.num_stored(control_variate, batches, params, specs),
         )
+        self._centers: _centers.Centers | None = None
+        if control_variate is not None:
+            number = (self._chains.settings or {}).get("num_data")
+            if not isinstance(number, int | float):
+                rule = "a sampler with a number `num_data`, for `control_variate`"
+                _check.fail(self.where, "sampler", rule, f"one with {number}")
+            self._centers = _centers.Centers(self.where, control_variate, number, per_chain)
         self._per_step = self._chains.gradients_per_step
         if self._chains.accumulates and self._per_step > 1:
             rule = 'one with `integrator="leapfrog"` inside `optax.MultiSteps`'
@@ -177,6 +188,7 @@ class Run:
             else:
                 same = {
                     "batch_per": batch_per,
+                    "control_variate": control_variate is not None,
                     "stochastic": stochastic,
                     "per_chain": per_chain,
                     "sampler": settings,
@@ -205,6 +217,8 @@ class Run:
         self._chains.tree, place = restored
         self._num_gradients, self._num_kept = place["num_gradients"], place["num_kept"]
         self._position = _host.Position(**place["position"])
+        if self._centers is not None:
+            self._chains.plan = self._centers.plan = _centers.Plan(**place["centers"])
         self._stream.go_to(self._position)
 
     @property
@@ -421,8 +435,11 @@ class Run:
         self._interrupted = None
         is_place = self._kept.begun is not None and end == self._next_draw()
         with self.heeding():
-            for batches, position in self._dispatches(end):
-                self._chains.advance(batches)
+            for batches, places, position in self._dispatches(end):
+                if self._centers is not None:
+                    number = self._batches_per_step
+                    self._centers.look(self._chains, self.num_steps, batches[0], number)
+                self._chains.advance(batches, places)
                 self._num_gradients += len(batches)
                 if self._chains.accumulates:
                     self._num_gradients = self._chains.num_gradients()
@@ -436,22 +453,29 @@ class Run:
             self.checkpoint()
         return is_there
 
-    def _dispatches(self, end: int) -> Iterator[tuple[list[Batch], _host.Position]]:
-        """Yield batches of some steps, one for each gradient, and the position behind them."""
+    def _dispatches(self, end: int) -> Iterator[tuple[list[Batch], list[int], _host.Position]]:
+        """Yield batches of some steps, one for each gradient, their places, and the position."""
         repeats, position = self._per_step // self._batches_per_step, self._position
         while self.num_steps < end:
-            taken: list[Batch] = []
-            for _ in range(min(self._steps_per_dispatch, end - self.num_steps)):
-                of_step = list(islice(self._checked, self._batches_per_step))
+            taken, places = list[Batch](), list[int]()
+            most = self._steps_per_dispatch
+            if self._centers is not None:
+                most = min(most, self._centers.most_steps or most)
+            for _ in range(min(most, end - self.num_steps)):
+                of_step = [
+                    (batch, self._stream.place)
+                    for batch in islice(self._checked, self._batches_per_step)
+                ]
                 if len(of_step) < self._batches_per_step:
                     break
-                taken += of_step
+                taken += [batch for batch, _ in of_step for _ in range(repeats)]
+                places += [place for _, place in of_step for _ in range(repeats)]
                 position = self._stream.position()
             if not taken:
                 return
             if not (self._num_gradients or self._position.taken):
                 self._chains.check(self.where, taken[0], self._warns)
-            yield [batch for batch in taken for _ in range(repeats)], position
+            yield taken, places, position
 
     def _tick(self, step: int, is_place: bool, trace: bool):
         """Check what the chains did, and keep their statistics and, at its place, a draw."""
@@ -493,6 +517,8 @@ class Run:
         if isinstance(self._kept, _directory.DirectoryRun):
             place = {"num_gradients": self._num_gradients, "num_kept": self._num_kept}
             place["position"] = self._position._asdict()
+            if self._centers is not None:
+                place["centers"] = self._centers.plan._asdict()
             self._kept.checkpoint(self._chains.tree, place)
 
     @_method

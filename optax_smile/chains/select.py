@@ -20,6 +20,7 @@ from optax_smile._bar import Bar
 from optax_smile._table import aligned
 from optax_smile._types import Batch, Options, Output, Tree, Unchecked, by_identity
 from optax_smile._warn import warn
+from optax_smile.chains import _centers
 from optax_smile.chains.run import EXIT, Interrupted, Run
 from optax_smile.draws import _checks as _draw_checks
 from optax_smile.draws.likelihoods import Likelihood
@@ -134,6 +135,7 @@ class _Candidates(_check.Constraint):
     num_draws=_check.Whole(1),
     thin=_check.Whole(1),
     batch_size=_check.Whole(1) | None,
+    control_variate=_centers.GIVEN | None,
     largest_cost=_check.Real(0, 100, open="low", traced=False),
     directory=_check.PathLike() | None,
 )
@@ -155,6 +157,7 @@ def select(
     largest_cost: float = 1 / 3,
     stochastic: bool = False,
     per_chain: bool = False,
+    control_variate: Iterable[Batch] | None = None,
     steps_per_dispatch: int = 1,
     mesh: Mesh | None = None,
     specs: Tree = None,
@@ -238,6 +241,7 @@ def select(
         if name not in runs:
             own = None if folder is None else folder / name
             repeated[name] = done.get(name, 0) if own is None else 0
+            given["control_variate"] = control_variate if settings[name] else None
             runs[name] = _Run(loss_fn, params, batches, candidates[name], directory=own, **given)
         return runs[name]
 

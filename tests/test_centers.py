@@ -1,0 +1,219 @@
+"""`control_variate=` of a run: centres that move along with the chains."""
+
+import functools
+import itertools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from numpyro.diagnostics import effective_sample_size
+from runs import assert_same_bits
+
+import optax_smile
+
+CHAINS, SIZE, NUM_DATA, BATCH = 6, 4, 3_000, 50
+RNG = np.random.default_rng(3)
+X: Any = np.float32(RNG.normal(size=(NUM_DATA, SIZE)) @ (np.eye(SIZE) + 0.3))
+Y: Any = np.float32(X @ np.ones(SIZE) + RNG.normal(size=NUM_DATA))
+SAMPLER = optax_smile.sgld(2e-5, num_data=NUM_DATA, key=0)
+
+
+class Batches:
+    """Passes over rows; `order` gives those of a pass."""
+
+    def __init__(self, order=None, size=BATCH, data=(X, Y)):
+        self.order, self.size, self.data = order or self.shuffled, size, data
+        self.random = np.random.default_rng(0)
+
+    def shuffled(self):
+        return self.random.permutation(NUM_DATA)
+
+    def __iter__(self):
+        rows = self.order()
+        for first in range(0, len(rows), self.size):
+            yield jax.tree.map(lambda x, i=first: x[rows[i : i + self.size]], self.data)
+
+
+WHOLE = [(X, Y)]
+
+
+def linear(w, batch):
+    return jnp.mean((batch[0] @ w - batch[1]) ** 2) / 2
+
+
+def disturbed(w, batch, *, key, scale=0.02):
+    """Random targets, which a centre cannot know."""
+    return linear(w, (batch[0], batch[1] + scale * jax.random.normal(key, batch[1].shape)))
+
+
+def start() -> Any:
+    return 1 + np.random.default_rng(0).normal(size=(CHAINS, SIZE)).astype(np.float32) / 50
+
+
+def draw(loss: Any = linear, sampler=SAMPLER, control: Any = WHOLE, batches: Any = None, **others):
+    given: dict[str, Any] = dict(num_warmup=300, num_draws=40, thin=5, key=1, progress=False)
+    given |= {"steps_per_dispatch": 20, "control_variate": control} | others
+    batches = batches or Batches()
+    return optax_smile.sample(loss, given.pop("params", start()), batches, sampler, **given)
+
+
+def exact():
+    x, y = X.astype(float), Y.astype(float)
+    covariance = np.linalg.inv(x.T @ x + np.eye(SIZE))
+    return covariance @ x.T @ y, np.linalg.cholesky(covariance)
+
+
+@pytest.mark.parametrize("form", ["plain", "stored", "keys", "aux", "own batches"])
+def test_posterior_and_effective_draws(form):
+    """The exact posterior, from a tenth of the gradients; what goes with a loss comes along."""
+    mean, root = exact()
+    others: dict[str, Any] = {}
+    loss: Any = linear
+    if form == "stored":
+        others["batches"] = others["control"] = [*itertools.islice(Batches(), 60)]
+    if form == "keys":
+        others, loss = {"stochastic": True}, disturbed
+    if form == "aux":
+        others = {"aux": jnp.zeros(CHAINS)}
+        loss = lambda w, batch, *, aux: (linear(w, batch), 0.9 * aux + 0.1 * batch[1].mean())  # noqa: E731
+    if form == "own batches":
+        stacked = tuple(np.stack([x] * CHAINS) for x in (X, Y))
+        own = [tuple(x[:, i::60] for x in stacked) for i in range(60)]
+        others = {"per_chain": True, "batches": own, "control": own}
+    sampler = optax_smile.psmile(num_data=NUM_DATA, key=0)
+    draws = draw(loss, sampler, num_warmup=2_000, num_draws=500, thin=4, **others)
+    w = draws.params
+    if form == "aux":
+        assert abs(w["aux"][:, -1] - Y.mean()).max() < 0.5
+        w = w["params"]
+    z = np.linalg.solve(root, np.moveaxis(np.asarray(w, float) - mean, -1, 0).reshape(SIZE, -1))
+    z = np.moveaxis(z.reshape(SIZE, CHAINS, -1), 0, -1)
+    np.testing.assert_allclose(z.var((0, 1)), 1, atol=0.12)
+    np.testing.assert_allclose(z.mean((0, 1)), 0, atol=0.1)
+    assert np.median(effective_sample_size(z)) > 600
+    trace = {x: np.asarray(draws.trace[x][:, -1], float) for x in draws.trace}
+    assert (trace["noise_left"] < 0.1).all() and (trace["num_reduced"] > 3_800).all()
+    # The centres move ever more rarely: 60 steps after a pass, then 120, 240, ...
+    assert (trace["num_passes"] < 10).all()
+
+
+def test_gradients_are_those_of_all_data():
+    """With the same curvature in all examples, a control variate leaves no noise."""
+    data = X + 3.0
+
+    def loss(w, x):
+        return jnp.mean(jnp.sum((x - w[None]) ** 2, -1)) / 2
+
+    def run(**others):
+        sampler = optax_smile.sgld(1e-5, num_data=NUM_DATA, key=0)
+        given: dict[str, Any] = {"num_warmup": 60, "num_draws": 40, "thin": 1, "key": 1}
+        given |= {"params": data.mean(0) + start() / 10, **others}
+        return draw(loss, sampler, **given)
+
+    reduced = run(batches=Batches(data=data), control=[data[:999], data[999:]])
+    assert np.all(reduced.trace["noise_left"][:, -40:] < 1e-9)
+    gap = reduced.params.astype(float) - data.astype(float).mean(0)
+    # As without noise of gradients: (1 - step) gap + sqrt(2 step / N) z, z of the same key.
+    whole = run(batches=[data], control=None)
+    gap_of_all = whole.params.astype(float) - data.astype(float).mean(0)
+    step = 1e-5 * NUM_DATA
+    noise, noise_of_all = (x[:, 1:] - (1 - step) * x[:, :-1] for x in (gap, gap_of_all))
+    np.testing.assert_allclose(noise, noise_of_all, atol=1e-5)
+
+
+@pytest.mark.parametrize("given", [{}, {"sampler": optax_smile.psmile(num_data=NUM_DATA, key=0)}])
+def test_a_run_in_pieces_gives_the_bits_of_one_in_one_go(tmp_path, given):
+    """Stopped before, at and after the centres are renewed; a list may be read in any order."""
+    list_of = [*itertools.islice(Batches(), 60)]
+
+    def run(directory, *ends):
+        for end in ends:
+            with optax_smile.Run(
+                linear, start(), list_of, given.get("sampler", SAMPLER), key=0,
+                directory=directory, control_variate=list_of, steps_per_dispatch=7,
+            ) as pieces:  # fmt: skip
+                pieces.advance(end)
+        with optax_smile.Run(
+            linear, start(), list_of, given.get("sampler", SAMPLER), key=0,
+            directory=directory, control_variate=list_of, steps_per_dispatch=7,
+        ) as pieces:  # fmt: skip
+            pieces.advance(210)
+            for _ in pieces.draws(3, thin=70):
+                pass
+        return pieces.snapshots()
+
+    whole, pieces = run(tmp_path / "whole"), run(tmp_path / "pieces", 7, 70, 140, 203)
+    assert_same_bits(pieces, whole)
+    assert whole.trace["num_passes"].max() >= 2
+    with pytest.raises(ValueError, match="control_variate"):
+        optax_smile.Run(linear, start(), list_of, SAMPLER, key=0, directory=tmp_path / "whole")
+
+
+def test_where_it_does_not_pay_the_run_is_the_plain_one():
+    """One gradient, and a word."""
+    loss = functools.partial(disturbed, scale=3.0)
+    with pytest.warns(UserWarning, match="`control_variate` does not pay here: within a pass"):
+        draws = draw(loss, stochastic=True, num_warmup=1_000)
+    assert (draws.trace["num_reduced"] == 0).all() and (draws.trace["num_passes"] == 0).all()
+    assert np.median(draws.trace["noise_left"][:, -1]) > 0.5
+
+    # Without keys of its own for the measurements, to the bit.
+    def rough(w, batch):
+        return jnp.mean(jnp.sin(1e4 * (batch[0] @ w)) * batch[1]) * 1e-2
+
+    with pytest.warns(UserWarning, match="The run goes on without"):
+        tried = draw(rough, num_warmup=1_000, check=False)
+    plain = draw(rough, num_warmup=1_000, control=None, check=False)
+    np.testing.assert_array_equal(tried.params, plain.params)
+
+
+SHIFTED = (X, Y + 1)
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "dropped rows": (
+        r"`sample\(control_variate=...\)` must be a pass over all data, `num_data` = 3000 rows,"
+        r" got 2950 rows\. Pass each example once",
+        {"control": [(X[50:], Y[50:])]},
+    ),
+    "endless": ("got more than 3000 rows", {"control": Batches(lambda: np.arange(9_999) % 3_000)}),
+    "an iterator": ("must be an iterable of batches, no iterator", {"control": iter([(X, Y)])}),
+    "drawn with replacement": (
+        "got other examples than in the pass before",
+        {"control": Batches(lambda: RNG.integers(0, NUM_DATA, NUM_DATA))},
+    ),
+    "other data": ("must be the data of `batches`, got data whose mean", {"control": [SHIFTED]}),
+    "another form": ("got a batch that does not fit", {"control": [(X[:, :2], Y)]}),
+    "not a batch": ("got a batch without examples", {"control": [(X[:0], Y[:0])]}),
+    "an optimizer": ("a sampler with a number `num_data`", {"sampler": optax.sgd(1e-3)}),
+    "single examples": ("at least two examples", {"batches": Batches(size=1)}),
+    "statistics of the batch": (
+        r"`sample\(loss_fn=...\)` must be the mean of numbers of single examples",
+        {"loss": lambda w, b: linear(w, (b[0] - b[0].mean(0, keepdims=True), b[1]))},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_give_a_wrong_gradient_of_all_data_is_refused(case):
+    message, given = REFUSED[case]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        with pytest.raises(ValueError, match=message):
+            draw(**given)
+
+
+def test_select_gives_it_to_samplers():
+    """An optimizer beside them keeps its gradients."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        selection = optax_smile.select(
+            linear, start(), Batches(), {"sgld": SAMPLER, "adamw": optax.adamw(1e-4)},
+            lambda w, x: (x @ w, jnp.zeros(())), (X[:50], Y[:50]), likelihood="gaussian",
+            num_warmup=200, num_draws=40, thin=5, key=0, control_variate=[(X, Y)],
+            progress=False, largest_cost=1.0,
+        )  # fmt: skip
+    is_sampler = selection.best == "sgld"
+    assert ("num_reduced" in selection.draws.trace) == is_sampler
