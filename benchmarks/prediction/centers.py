@@ -37,6 +37,7 @@ FULL = "full"
 BATCHES = (100, 400, 1_600, FULL)
 RATES = (1e-3, 3e-3, 1e-2)
 OPTIMIZERS = {"AdamW": optax.adamw, "Muon": optax.contrib.muon}
+TRAINING: dict[str, list[tuple[Any, float | None]]]
 TRAINING = {name: [(100, x) for x in RATES] for name in OPTIMIZERS}
 # Batch sizes, and learning rates or angles (None: the default).
 SETTINGS: dict[str, list[tuple[Any, float | None]]] = {

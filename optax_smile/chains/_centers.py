@@ -20,6 +20,7 @@ from optax_smile.chains import _checks
 # Share of the noise of one gradient that two may leave; below the second share, centres are renewed
 # half as often.
 MOST_NOISE, LITTLE_NOISE = 0.5, 0.25
+LONGEST = 4
 # Pairs of parts of a batch with which the share is measured, and the fewest steps between that.
 PAIRS, SHORTEST = 4, 32
 # Most bytes for gradients of all batches.
@@ -321,7 +322,7 @@ class Centers:
     def judged(self, plan: Plan, step: int, left: float) -> Plan:
         """Decide whether the centres are renewed, and how often."""
         interval = plan.interval
-        if left < LITTLE_NOISE:
+        if left < LITTLE_NOISE and (interval < LONGEST * plan.length or not plan.is_on):
             interval *= 2
         elif not left <= MOST_NOISE:
             interval //= 2

@@ -18,7 +18,6 @@ from numpyro.primitives import Messenger
 
 from optax_smile import _check, _on_host, tall
 from optax_smile._types import Batch, Options, Output, Tree
-from optax_smile._warn import warn
 from optax_smile.chains.sample import sample as run_chains
 from optax_smile.chains.warmstart import chains_from_weights
 from optax_smile.diagnostics.statistics import with_groups
@@ -106,34 +105,29 @@ class NumpyroModel:
     ) -> Snapshots | StoredSnapshots:
         """Sample the model with mini-batches whose gradients have little noise.
 
-        It searches for a mode of the unconstrained posterior, and starts all chains there, with the
-        loss of `tall.control_variate`. If the posterior is too wide or too far from normal for
-        that, it warns and samples with the loss itself. If four searches find no mode, the chains
-        start at draws of `init_fn`.
+        It searches for a mode of the unconstrained posterior, starts all chains there, and gives
+        their gradients a control variate. If four searches find no mode, the chains start at draws
+        of `init_fn`.
 
         Args:
             batches: see `tall.center_at`: one pass has each example once.
             num_chains: number of chains, >= 1.
             sampler: None for `psmile(**model.posterior, key=0)`.
-            control_variate: False for the loss itself, from the mode.
+            control_variate: whether `optax_smile.sample` gets `batches` as its `control_variate`.
 
         The other arguments, the result and the errors are those of `optax_smile.sample`. Convert
         the draws with `constrain` or `to_arviz`.
 
-        Cost: see `tall.find_mode`, then two gradients per chain and step.
+        Cost: see `tall.find_mode`, then that of `optax_smile.sample`.
         """
         sampler = psmile(**self.posterior, key=0) if sampler is None else sampler
-        where, loss = "NumpyroModel.sample", self.loss_fn
+        where = "NumpyroModel.sample"
         for place in range(NUM_STARTS):
             start = self.init_fn(jax.random.key(place))
             with _check.called(where, where, params="model", loss_fn="model"):
-                center, why, is_mode = tall.search(where, loss, start, batches, sampler)
+                center, _, is_mode = tall.search(where, self.loss_fn, start, batches, sampler)
             if is_mode:
                 break
-        if control_variate and why:
-            warn(f"`{where}` samples without a control variate: {why}")
-        elif control_variate:
-            loss = tall.control_variate(loss, center)
         if is_mode:
             starts = chains_from_weights([center.params], num_chains=num_chains, key=key)
         else:
@@ -141,8 +135,9 @@ class NumpyroModel:
             starts = jax.vmap(self.init_fn)(keys)
         steps = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin, "key": key}
         given: Options = {"steps_per_dispatch": thin} | steps | others
+        given["control_variate"] = batches if control_variate else None
         with _check.called(where, "sample", "Run"):
-            return run_chains(loss, starts, batches, sampler, **given)
+            return run_chains(self.loss_fn, starts, batches, sampler, **given)
 
     @_check.arguments("NumpyroModel.constrain", draws=DRAWS)
     def constrain(self, draws: Snapshots | StoredSnapshots) -> Snapshots:

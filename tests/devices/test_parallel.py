@@ -293,6 +293,23 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     assert_close(got.params, draw(**options).params)
 
 
+@pytest.mark.parametrize("form", ["stored", "two gradients", "specs", "own batches"])
+def test_control_variates_on_a_mesh(tmp_path, form):
+    """The centres are those of one device, also where the run goes on on another mesh."""
+    options: dict[str, Any] = {"num_warmup": 36, "thin": 12, "steps_per_dispatch": 4}
+    options["sampler"] = optax_smile.sgld(1e-5, num_data=16 * STEPS, key=0)
+    own = options["batches"] = batches(8) if form == "own batches" else batches()
+    options["per_chain"] = form == "own batches"
+    whole = jax.tree.map(lambda *x: np.concatenate(x), *batches())
+    options["control_variate"] = own if form in ("stored", "own batches") else [whole]
+    mesh, specs = make_mesh((4, 2)), SPECS if form == "specs" else None
+    for on, number in ((mesh, 2), (None, 4)):
+        given = {} if form == "specs" else {"directory": tmp_path}
+        got = draw(on, specs if on else None, num_draws=number, **given, **options)
+        assert (got.trace["num_passes"][:, -1] > 0).all()
+        assert_close(got.params, draw(**options | {"num_draws": number}).params)
+
+
 def train(mesh=None, specs=None, **arguments) -> Any:
     defaults: dict[str, Any] = {"num_members": 8, "key": 0, "num_epochs": 3, "progress": False}
     defaults |= {"validation": batch_of(0), "batches": batches(), "mesh": mesh, "specs": specs}
