@@ -5,7 +5,8 @@ With a centre c near the mode, and the mean loss L and its gradient G of all dat
     loss'(w, B) = loss(w, B) - [loss(c, B) - L] - <grad loss(c, B) - G, w - c>
 
 of a batch B has the mean and the mean gradient of `loss`, and a gradient whose noise falls with
-w - c. It is a loss like any other: for `sample`, `Run` and loops of your own.
+w - c. It is a loss like any other: for `sample`, `Run` and loops of your own. With the argument
+`control_variate` of `sample`, each chain has a centre of its own, which moves along with it.
 
 Source: control variates, Baker et al., Control variates for stochastic gradient MCMC, 2019.
 """
@@ -59,9 +60,8 @@ PASS = "Pass each example once: no dropped or repeated batches, the whole data i
 def control_variate(loss_fn: Loss, center: Center) -> Loss:
     """Return a loss of the same posterior whose gradients have little noise near a centre.
 
-    For regular models with many data, such as regressions with up to some hundred coefficients:
-    their posterior is narrow, and all its draws are near its mode. It does not help a network,
-    whose draws are far from any centre.
+    For a loop of your own, and where the posterior is so narrow that all its draws are near its
+    mode. Elsewhere move the centre, as `sample` does with `control_variate=`.
 
     Args:
         loss_fn: mean loss `loss_fn(params, batch)`, as for `sample`, without `aux` and without

@@ -4,7 +4,8 @@
     groups, groups non-centred           8 or 100 groups, their mean and spread, and slopes
 
 Methods with "cv" use `tall.find_mode` and `tall.control_variate`, those with "stored" the gradients
-of single examples at the mode. Steps of `sgld` and `sghmc` are the best of a grid, by the error of
+of single examples at the mode. "psmile centres" is `sample` with `control_variate=` a list of
+batches: the centres move along. Steps of `sgld` and `sghmc` are the best of a grid, by the error of
 the variances. "nuts" adapts itself, with a diagonal or dense mass matrix; "hmcecs" has the Taylor
 proxy, and is told the mode and the covariance. Chains run in this process: for effective draws per
 second of one core, `taskset -c 0`.
@@ -42,6 +43,7 @@ NUM_CHAINS, BATCH, BLOCKS = 8, 100, 10
 REFERENCE, FREEDOM = 100_000, 30
 GRIDS = {"sgld": (0.6, 0.3, 0.1, 0.03), "sghmc": (0.9, 0.6, 0.3, 0.1)}
 OWN = ("psmile cv", "psmile stored", "psmile", "smile cv", "sgld cv", "sghmc cv")
+CENTRES, THIN = "psmile centres", 4
 RIVALS = ("nuts diagonal", "nuts dense", "hmcecs")
 
 
@@ -303,6 +305,34 @@ def own(task: Problem, method: str, step: float | None, cell: records.Cell) -> A
     return flat(sites, task), seconds * 2 / 3, examples
 
 
+def centred(task: Problem, cell: records.Cell) -> Any:
+    """Draws, seconds and examples of `Run` with moving centres, see `own`."""
+    num_data, batch, seed, steps = (
+        cell[x] for x in ("num_data", "batch_size", "seed", "num_steps")
+    )
+    order = np.random.default_rng(seed).permutation(num_data).reshape(-1, batch)
+    batches = [jax.tree.map(lambda a, of=rows: a[of], task.data) for rows in order]
+    run = optax_smile.Run(
+        task.loss,
+        optax_smile.chains_from_weights([task.center.params], num_chains=NUM_CHAINS, key=seed),
+        batches,
+        optax_smile.psmile(num_data=num_data, key=0, **task.given),
+        key=seed,
+        control_variate=batches,
+        steps_per_dispatch=100,
+        check=False,
+    )
+    run.advance(steps // 3)
+    before, began = np.median(run.stats["num_passes"]), time.perf_counter()
+    for _ in run.draws(steps * 2 // 3 // THIN, thin=THIN):
+        pass
+    seconds, passes = time.perf_counter() - began, np.median(run.stats["num_passes"]) - before
+    sites = jax.jit(jax.vmap(jax.vmap(task.sites)))(run.snapshots().params)
+    draws = flat(sites, task)
+    examples = NUM_CHAINS * (draws.shape[1] * THIN * batch + float(passes) * num_data)
+    return draws, seconds, examples
+
+
 def judged(found: Any, cell: records.Cell) -> dict[str, Any]:
     """Errors against the reference, and the cost of an effective draw."""
     draws, seconds, examples = found
@@ -339,6 +369,8 @@ def run_cell(cell: records.Cell) -> records.Record:
     if method == "hmcecs":
         covariance = reference(name, cell["num_data"], cell["size"])[1]
         return judged(hmcecs(name, task, 500, cell["num_steps"], seed, covariance), cell)
+    if method == CENTRES:
+        return judged(centred(task, cell), cell)
     kind = method.split()[0]
     if kind not in GRIDS:
         return judged(own(task, method, None, cell), cell)
@@ -354,7 +386,7 @@ def cells() -> list[records.Cell]:
     found = []
     sizes = [("linear", 20_000), ("logistic", 5_000), ("logistic", 50_000), ("poisson", 20_000)]
     for name, num_data in [*sizes, ("student", 20_000)]:
-        for method in OWN + RIVALS[: 2 if name == "student" else 3]:
+        for method in (CENTRES, *OWN) + RIVALS[: 2 if name == "student" else 3]:
             for seed in range(3):
                 steps = {"hmcecs": 8_000}.get(method, 300 if "nuts" in method else 12_000)
                 found.append((name, num_data, SIZES[name], method, seed, BATCH, steps))
@@ -362,6 +394,8 @@ def cells() -> list[records.Cell]:
         for method in ("psmile cv", "psmile", "nuts diagonal", "nuts dense"):
             steps = 600 if "nuts" in method else 40_000
             found += [(name, 20_000, size, method, seed, 200, steps) for seed in range(3)]
+        batch = 1_000 if "non-centred" in name else 200
+        found += [(name, 20_000, size, CENTRES, seed, batch, 40_000) for seed in range(3)]
     names = "problem", "num_data", "size", "method", "seed", "batch_size", "num_steps"
     return [dict(zip(names, values, strict=True)) for values in found]
 

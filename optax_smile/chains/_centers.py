@@ -1,49 +1,21 @@
-"""Control variates of a run: each chain has a centre of its own, which moves along with it."""
+"""Control variates of a run, one for each chain: what the chains hold and compute."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from optax_smile import _check, _on_host, _tree
+from optax_smile import _tree
 from optax_smile._types import Batch, Tree
-from optax_smile._warn import warn
 from optax_smile.chains import _checks
 
-# Share of the noise of one gradient that two may leave; below the second share, centres are renewed
-# half as often.
-MOST_NOISE, LITTLE_NOISE = 0.5, 0.25
-LONGEST = 4
-# Pairs of parts of a batch with which the share is measured, and the fewest steps between that.
-PAIRS, SHORTEST = 4, 32
+# Pairs of parts of a batch with which the noise is measured.
+PAIRS = 4
 # Most bytes for gradients of all batches.
 LARGEST_STORE = 2**28
-# Passes after which the run says that it goes on without.
-PATIENCE = 15
-# Standard errors by which the losses of batches at a centre may differ from that of all data, and
-# the fewest batches with which that is tested.
-MOST_EXCESS, LEAST_BATCHES = 8.0, 16
-# Relative rounding errors of sums over the data in float64, and of losses.
-ROUNDING, LOSS_ROUNDING = 1e-9, 1e-5
-# Difference from 2 of the ratio of the losses of two halves of a batch and of the whole.
-LEAST_OWN = 1e-3
-ALL_DATA = "an iterable of batches, no iterator, with each of the `num_data` examples once"
-GIVEN = _check.Where(
-    ALL_DATA,
-    lambda value: (
-        _check.REPEATABLE.holds(value)
-        and not hasattr(value, "ndim")
-        and (not hasattr(value, "__len__") or len(value) > 0)
-    ),
-)
-ONCE = "Pass each example once: none dropped, repeated or augmented, such as `[data]`."
 
 
 class Center(NamedTuple):
@@ -232,161 +204,3 @@ class Plan(NamedTuple):
     is_placed: bool = False
     due: int = 0
     num_passes: int = 0
-
-
-class Moves(Protocol):
-    """What the host asks of all chains, see `Chains`."""
-
-    plan: Plan
-
-    def move_centers(self):
-        """Put the centres where the chains are."""
-
-    def gather(self, batch: Batch, place: int):
-        """Add the batch at a place to the loss and the gradient at the centres."""
-
-    def noise_left(self, batch: Batch) -> np.ndarray:
-        """Measure the share of the noise that is left, `[chain]`."""
-        ...
-
-    def excess(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sums `Centered.excess`, `[chain, 3]`, and the losses at the centres."""
-        ...
-
-    def ratio_of_halves(self, batch: Batch) -> float:
-        """Return the sum of the losses of two halves over that of a batch; 2 if it is unknown."""
-        ...
-
-    def misfit(self, batch: Batch) -> str:
-        """Say why the loss does not take a batch; "" if it does."""
-        ...
-
-
-@dataclasses.dataclass
-class Centers:
-    """Renews the centres of all chains, from passes over `all_data` with `number` examples each.
-
-    A centre is used if it leaves a chain that has moved on for a pass less than `LITTLE_NOISE`, and
-    renewed before it leaves `MOST_NOISE`. If it leaves more within a pass, the run goes on without,
-    and tries again after twice as many steps.
-    """
-
-    where: str
-    all_data: Iterable[Batch]
-    number: float
-    per_chain: bool
-    plan: Plan = Plan()
-    sums: np.ndarray | None = None
-    has_warned: bool = False
-
-    def __post_init__(self):
-        self.is_list = isinstance(self.all_data, (list, tuple))
-        for _ in self.sized() if self.is_list else ():
-            pass
-
-    @property
-    def most_steps(self) -> int | None:
-        """Most steps between two looks; None before the first."""
-        return self.plan.interval or None
-
-    def look(self, chains: Moves, step: int, batch: Batch, batches_per_step: int):
-        """Renew the centres before a step if it is time; `batch` is the next one."""
-        plan = self.plan
-        if step < plan.due:
-            return
-        if not plan.length:
-            rows = _checks.size(batch, self.per_chain) or 0
-            if rows < 2:
-                rule = "batches of at least two examples, for `control_variate`"
-                _check.fail(self.where, "batches", rule, _check.show(batch))
-            if abs(ratio := chains.ratio_of_halves(batch) - 2) > LEAST_OWN:
-                rule = "the mean of numbers of single examples, for `control_variate`"
-                got = f"a loss of which halves of a batch have means {ratio:.1%} apart from its own"
-                _check.fail(self.where, "loss_fn", rule, got, "Statistics of the batch are none.")
-            length = max(math.ceil(self.number / rows / batches_per_step), SHORTEST)
-            plan = Plan(length, length)
-        if plan.is_placed:
-            if plan.is_on:
-                self.check_batches(*chains.excess())
-            plan = self.judged(plan, step, float(np.median(chains.noise_left(batch))))
-        else:
-            plan = plan._replace(is_placed=True)
-        if plan.is_placed:
-            chains.move_centers()
-            plan = plan._replace(due=step + plan.interval)
-        if plan.is_on:
-            self.gather(chains)
-            plan = plan._replace(num_passes=plan.num_passes + 1)
-        chains.plan = self.plan = plan
-
-    def judged(self, plan: Plan, step: int, left: float) -> Plan:
-        """Decide whether the centres are renewed, and how often."""
-        interval = plan.interval
-        if left < LITTLE_NOISE and (interval < LONGEST * plan.length or not plan.is_on):
-            interval *= 2
-        elif not left <= MOST_NOISE:
-            interval //= 2
-        if interval > plan.length or plan.is_on and interval == plan.length:
-            return plan._replace(is_on=True, interval=interval)
-        if not self.has_warned and step >= PATIENCE * plan.length:
-            self.has_warned = True
-            warn(
-                f"`{self.where}`: `control_variate` does not pay here: within a pass, it comes to"
-                f" leave {left:.0%} of the variance of the gradients, and needs two of them. The"
-                " run goes on without, and tries again from time to time."
-            )
-        pause = {"is_on": False, "is_placed": False, "interval": plan.length, "due": 2 * step}
-        return plan._replace(**pause)
-
-    def sized(self) -> Iterator[tuple[int, Batch]]:
-        """Yield all data with their places, and require that they are."""
-        rows = 0
-        for place, batch in enumerate(self.all_data):
-            batch = _on_host.as_numeric(self.where, "control_variate", batch, copy=not self.is_list)
-            if not (size := _checks.size(batch, self.per_chain)):
-                _check.fail(self.where, "control_variate", ALL_DATA, "a batch without examples")
-            rows += size
-            if rows > self.number:
-                break
-            yield place, batch
-        if rows != self.number:
-            rule = f"a pass over all data, `num_data` = {self.number:g} rows"
-            got = f"more than {self.number:g}" if rows > self.number else f"{rows}"
-            _check.fail(self.where, "control_variate", rule, f"{got} rows", ONCE)
-
-    def gather(self, chains: Moves):
-        """Make a pass over all data."""
-        sums = np.zeros(())
-        for place, batch in self.sized():
-            if not place and (reason := chains.misfit(batch)):
-                _check.fail(self.where, "control_variate", ALL_DATA, f"a batch that {reason}")
-            chains.gather(batch, place)
-            if not self.is_list:
-                sums = sums + np.array([_moments(x) for x in jax.tree.leaves(batch)])
-        if not self.is_list:
-            before, self.sums = sums if self.sums is None else self.sums, sums
-            if np.any(np.abs(sums - before) > ROUNDING * before[:, 1:]):
-                got = "other examples than in the pass before"
-                _check.fail(self.where, "control_variate", ALL_DATA, got, ONCE)
-
-    def check_batches(self, sums: np.ndarray, losses: np.ndarray):
-        """Require that the batches are of the data of the centres, from `Moves.excess`."""
-        number, total, squares = np.asarray(sums, float).T
-        if number.min() < LEAST_BATCHES:
-            return
-        mean = total / number
-        variance = np.maximum(squares / number - mean**2, 0) / number
-        error = np.sqrt(variance + (LOSS_ROUNDING * (1 + np.abs(losses))) ** 2)
-        if (ratio := float(np.median(np.abs(mean) / error))) > MOST_EXCESS:
-            rule = "the data of `batches`"
-            got = (
-                f"data whose mean loss is {np.median(losses):.4g} at points where that of the"
-                f" batches is {np.median(losses + mean):.4g}, {ratio:.0f} standard errors away"
-            )
-            _check.fail(self.where, "control_variate", rule, got, ONCE)
-
-
-def _moments(array: Tree) -> tuple[float, float]:
-    """Return the sum of an array, and that of its absolute values."""
-    array = np.asarray(array, float)
-    return float(array.sum()), float(np.abs(array).sum())

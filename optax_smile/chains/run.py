@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from optax_smile import _check, _on_host, _table, parallel
 from optax_smile._types import Batch, Output, Tree, Unchecked
 from optax_smile._warn import warn
-from optax_smile.chains import _centers, _checks, _directory, _host, _optimizer
+from optax_smile.chains import _centers, _checks, _directory, _host, _optimizer, _renewal
 from optax_smile.chains._chains import Chains
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
@@ -94,7 +94,7 @@ class Run:
         key=_check.Key(needed=True),
         aux=_checks.AUX | None,
         batch_per=_check.OneOf(BatchPer),
-        control_variate=_centers.GIVEN | None,
+        control_variate=_renewal.GIVEN | None,
         steps_per_dispatch=_check.Whole(1),
         mesh=parallel.MESH,
         specs=parallel.SPECS,
@@ -147,13 +147,13 @@ class Run:
             has_centers=control_variate is not None,
             num_stored=_centers.num_stored(control_variate, batches, params, specs),
         )
-        self._centers: _centers.Centers | None = None
+        self._centers: _renewal.Centers | None = None
         if control_variate is not None:
             number = (self._chains.settings or {}).get("num_data")
             if not isinstance(number, int | float):
                 rule = "a sampler with a number `num_data`, for `control_variate`"
                 _check.fail(self.where, "sampler", rule, f"one with {number}")
-            self._centers = _centers.Centers(self.where, control_variate, number, per_chain)
+            self._centers = _renewal.Centers(self.where, control_variate, number, per_chain)
         self._per_step = self._chains.gradients_per_step
         if self._chains.accumulates and self._per_step > 1:
             rule = 'one with `integrator="leapfrog"` inside `optax.MultiSteps`'

@@ -20,7 +20,7 @@ from optax_smile._bar import Bar
 from optax_smile._table import aligned
 from optax_smile._types import Batch, Options, Output, Tree, Unchecked, by_identity
 from optax_smile._warn import warn
-from optax_smile.chains import _centers
+from optax_smile.chains import _renewal
 from optax_smile.chains.run import EXIT, Interrupted, Run
 from optax_smile.draws import _checks as _draw_checks
 from optax_smile.draws.likelihoods import Likelihood
@@ -135,7 +135,7 @@ class _Candidates(_check.Constraint):
     num_draws=_check.Whole(1),
     thin=_check.Whole(1),
     batch_size=_check.Whole(1) | None,
-    control_variate=_centers.GIVEN | None,
+    control_variate=_renewal.GIVEN | None,
     largest_cost=_check.Real(0, 100, open="low", traced=False),
     directory=_check.PathLike() | None,
 )
