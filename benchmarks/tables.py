@@ -325,6 +325,33 @@ def chose(record: Record) -> str:
     return number(next(b for size, b, _ in fine if math.isclose(size, record["step_size"])))
 
 
+def by_validation(view: View, method: str, **where: Any) -> dict[tuple, float]:
+    """LPPD of each data set and split, at the setting with the best validation score."""
+    groups: dict[tuple, list[Record]] = {}
+    for record in view.records(Pick({"method": method, **where})):
+        if "valid" in record:
+            at = record["cell"]
+            groups.setdefault((at["data"], at["split"]), []).append(record)
+    return {x: max(of, key=lambda one: one["valid"])["lppd"] for x, of in groups.items()}
+
+
+def validated(method: str, **where: Any) -> Cell:
+    """Mean over the splits."""
+    return lambda view: pivot.mean_error([*by_validation(view, method, **where).values()])
+
+
+def ahead_of(theirs: str, ours: str = "centres", which: Any = None, **where: Any) -> Cell:
+    """Mean difference, paired by data set and split."""
+
+    def cell(view: View) -> str:
+        mine = by_validation(view, ours, **which or {})
+        other = by_validation(view, theirs, **where)
+        both = [x for x in mine if x in other]
+        return pivot.mean_error([mine[x] - other[x] for x in both], sign="+")
+
+    return cell
+
+
 def tally(view: View, of_paper: bool) -> str:
     """How often `psmile` is competitive with its searched forms, or behind the paper.
 
@@ -516,6 +543,16 @@ def drawn(count: int) -> tuple:
 
 
 DIFFERENCE = "difference, paired"
+CENTRES_GAINS = (
+    ("data", "{data}"),
+    ("centres 100 - psmile 100", ahead_of("psmile", which={"batch": 100}, batch=100)),
+    ("two gradients - psmile, 100", ahead_of("psmile", "two gradients", batch=100)),
+    ("centres - psmile, both by validation", ahead_of("psmile")),
+    ("centres - AdamW", ahead_of("AdamW")),
+    ("centres - Muon", ahead_of("Muon")),
+    ("centres - ensemble", ahead_of(ENSEMBLE)),
+    ("centres - CatBoost", ahead_of("CatBoost")),
+)
 TABLES: dict[str, Table] = {
     "paper": paper_rows.TABLE,
     "paper-chosen": Table("analytic paper", PLACES, LONG | {"sampler": LEAPFROG}).shows(
@@ -652,6 +689,16 @@ TABLES: dict[str, Table] = {
         ("effective draws per second", mean("per_second", 1)),
         ("R-hat", stat("rhat", max, ".2f")),
     ),
+    "centres": Table("centers", each(data=DATA)).shows(
+        *plain("data"),
+        *((f"psmile, {x}", validated("psmile", batch=x)) for x in (100, 400, 1_600, "full")),
+        *((f"centres, {x}", validated("centres", batch=x)) for x in (100, 400)),
+        ("two gradients, 100", validated("two gradients")),
+        ("angle .12, 100", validated("larger angle")),
+        *((x, validated(x)) for x in ("AdamW", "Muon", ENSEMBLE, "CatBoost")),
+    ),
+    "centres-gains": Table("centers", each(data=DATA)).shows(*CENTRES_GAINS),
+    "centres-mean": Table("centers", each()).shows(*CENTRES_GAINS[1:]),
     "posteriors": Table("agreement", every(), {"part": "posteriors"}).shows(
         *under("posterior, sampler", "{data}", "{method}"),
         *under("mean, net", "{mean max.raw:.3f}", "{mean max.net:.3f}"),

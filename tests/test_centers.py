@@ -156,12 +156,12 @@ def test_a_run_in_pieces_gives_the_bits_of_one_in_one_go(tmp_path, given):
 def test_where_it_does_not_pay_the_run_is_the_plain_one():
     """One gradient, and a word."""
     loss = functools.partial(disturbed, scale=3.0)
-    with pytest.warns(UserWarning, match="`control_variate` does not pay here. After a pass"):
+    with pytest.warns(UserWarning, match="`control_variate` does not pay here: after a pass"):
         draws = draw(loss, stochastic=True, num_warmup=1_000)
     assert (draws.trace["num_reduced"] == 0).all() and (draws.trace["num_passes"] == 0).all()
     assert np.median(draws.trace["noise_left"][:, -1]) > 0.5
 
-    # Without keys of its own for the measurements, to the bit.
+    # Without keys, which the measurements split, to the bit.
     def rough(w, batch):
         return jnp.mean(jnp.sin(1e4 * (batch[0] @ w)) * batch[1]) * 1e-2
 
@@ -172,6 +172,20 @@ def test_where_it_does_not_pay_the_run_is_the_plain_one():
 
 
 SHIFTED = (X, Y + 1)
+
+
+def test_a_batch_that_is_not_finite_ends_no_run():
+    """Its own steps are rejected, as without a control variate."""
+    spoilt = [*itertools.islice(Batches(), 60)]
+    spoilt[7] = (spoilt[7][0], np.full_like(spoilt[7][1], np.nan))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        draws = draw(batches=spoilt, control=spoilt, num_warmup=600)
+    assert any("loss of all data is not finite at a draw" in str(x.message) for x in seen)
+    assert (draws.trace["num_reduced"] == 0).all() and np.isfinite(draws.params).all()
+    assert np.ptp(draws.params, axis=1).min() > 0
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "dropped rows": (
         r"`sample\(control_variate=...\)` must be a pass over all data, `num_data` = 3000 rows,"

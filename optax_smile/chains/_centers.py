@@ -178,9 +178,16 @@ def start(params: Tree, number: int, num_stored: int = 0) -> Centered:
     )
 
 
-def num_stored(all_data: object, batches: object, params: Tree, specs: Tree) -> int:
-    """Return of how many batches gradients like `params` `[chain, ...]` are stored, if they fit."""
-    if all_data is not batches or not isinstance(batches, (list, tuple)) or specs is not None:
+def num_stored(
+    all_data: object, batches: object, params: Tree, specs: Tree, is_stochastic: bool
+) -> int:
+    """Return of how many batches gradients like `params` `[chain, ...]` are stored, if they fit.
+
+    A random loss needs the same key at both points.
+    """
+    if all_data is not batches or not isinstance(batches, (list, tuple)):
+        return 0
+    if specs is not None or is_stochastic:
         return 0
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     return len(batches) * (len(batches) * size <= LARGEST_STORE)

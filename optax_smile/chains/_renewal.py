@@ -96,6 +96,8 @@ class Centers:
         if plan.is_on:
             self.gather(chains)
             plan = plan._replace(num_passes=plan.num_passes + 1)
+            if not np.all(np.isfinite(chains.excess()[1])):
+                plan = self.paused(plan, step, "the loss of all data is not finite at a draw.")
         chains.plan = self.plan = plan
 
     def judged(self, plan: Plan, step: int, left: float) -> Plan:
@@ -107,13 +109,15 @@ class Centers:
             interval //= 2
         if interval > plan.length or plan.is_on and interval == plan.length:
             return plan._replace(is_on=True, interval=interval)
-        if not self.has_warned and step >= PATIENCE * plan.length:
+        share = f"after a pass, it leaves {left:.0%} of the variance of the gradients."
+        return self.paused(plan, step, share if step >= PATIENCE * plan.length else "")
+
+    def paused(self, plan: Plan, step: int, reason: str) -> Plan:
+        """Go on without until twice as many steps; tell the first reason."""
+        if reason and not self.has_warned:
             self.has_warned = True
-            warn(
-                f"`{self.where}`: `control_variate` does not pay here. After a pass, it leaves"
-                f" {left:.0%} of the variance of the gradients. The run goes on without, and tries"
-                " again from time to time."
-            )
+            goes_on = "The run goes on without, and tries again from time to time."
+            warn(f"`{self.where}`: `control_variate` does not pay here: {reason} {goes_on}")
         pause = {"is_on": False, "is_placed": False, "interval": plan.length, "due": 2 * step}
         return plan._replace(**pause)
 

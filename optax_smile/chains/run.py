@@ -145,7 +145,7 @@ class Run:
             specs=specs,
             hint=_checks.advice_on_axes(params, batches),
             has_centers=control_variate is not None,
-            num_stored=_centers.num_stored(control_variate, batches, params, specs),
+            num_stored=_centers.num_stored(control_variate, batches, params, specs, stochastic),
         )
         self._centers: _renewal.Centers | None = None
         if control_variate is not None:

@@ -123,8 +123,10 @@ def run(life: Life, tell=Told.tell) -> Any:
             mesh=mesh,
             **both,
         )
-    # That of the slow set is real.
+    # That of the slow set is real, and its gradients have control variates.
     start = params, batches, runs.sghmc() if life.form == "loop" else runs.stub(0.02)
+    if life.form == "loop":
+        both["control_variate"] = runs.regression()
     both |= {"directory": life.directory, "mesh": mesh}
     if life.form == "sample" or "mesh" in life.form:
         steps: Any = {"num_warmup": WARMUP, "num_draws": life.num_draws, "thin": 1}
