@@ -47,8 +47,8 @@ class Centered(NamedTuple):
         center: where the chain was when it was renewed.
         excess: number, sum and sum of squares of differences between the loss of a batch at the
             centre and that of all data, `[3]`.
-        noise_left: share of the variance of the gradients that the control variate left when it
-            was measured last; NaN before.
+        noise: sums of squares, of differences of gradients and of what the control variate left of
+            them, when they were measured last, `[2]`; those before count half as much.
         num_reduced: calls with a control variate, int32.
         stored: losses and gradients of the batches of a list at the centre, `[batch, ...]`; None to
             compute them in each call.
@@ -56,13 +56,13 @@ class Centered(NamedTuple):
 
     center: Center
     excess: jax.Array
-    noise_left: jax.Array
+    noise: jax.Array
     num_reduced: jax.Array
     stored: tuple[jax.Array, Tree] | None
 
     def stats(self) -> dict[str, jax.Array]:
         """Return what the trace tells of it."""
-        return {"noise_left": self.noise_left, "num_reduced": self.num_reduced}
+        return {"noise_left": self.noise[1] / self.noise[0], "num_reduced": self.num_reduced}
 
     def reduced(self, loss: _checks.FullLoss) -> _checks.FullLoss:
         """Return a loss with the control variate, and the excess beside its `aux`.
@@ -93,7 +93,8 @@ class Centered(NamedTuple):
     def moved(self, params: Tree) -> Centered:
         """Put the centre at a point, where nothing is known of the data."""
         center = jax.tree.map(jnp.zeros_like, self.center)._replace(params=params)
-        return self._replace(center=center, excess=jnp.zeros_like(self.excess))
+        none = jnp.zeros_like(self.excess)
+        return self._replace(center=center, excess=none, noise=self.noise / 2)
 
     def gathered(
         self, loss: _checks.FullLoss, aux: Tree, key: Tree, batch: Batch, number: float
@@ -124,7 +125,7 @@ class Centered(NamedTuple):
         batch: Batch,
         number: float,
     ) -> Centered:
-        """Measure the share of the variance of the gradients that the control variate leaves.
+        """Measure the variance of the gradients, and what the control variate leaves of it.
 
         The noise of a random loss in the gradient of all data stays until the next centre: it adds
         up over as many passes.
@@ -158,8 +159,8 @@ class Centered(NamedTuple):
         center = self.center.params
         passes = jnp.maximum(self.excess[0] * rows / number, 1)
         keys = None if key is None else jax.random.split(key, (pairs, 3))
-        whole, left = jnp.sum(jax.lax.map(of_pair, (jax.tree.map(parts, batch), keys)), axis=0)
-        return self._replace(noise_left=left / whole)
+        found = jax.lax.map(of_pair, (jax.tree.map(parts, batch), keys))
+        return self._replace(noise=self.noise + jnp.sum(found, axis=0))
 
 
 def start(params: Tree, number: int, num_stored: int = 0) -> Centered:
@@ -172,7 +173,7 @@ def start(params: Tree, number: int, num_stored: int = 0) -> Centered:
     return Centered(
         center=Center(zeros, jnp.zeros(number), jax.tree.map(jnp.copy, zeros)),
         excess=jnp.zeros((number, 3)),
-        noise_left=jnp.full(number, jnp.nan),
+        noise=jnp.zeros((number, 2)),
         num_reduced=jnp.zeros(number, jnp.int32),
         stored=jax.tree.map(store, (jnp.zeros(number), params)) if num_stored else None,
     )

@@ -212,10 +212,11 @@ class Chains:
             return batch
         return np.full((self.number,) * self.per_chain, place, np.int32), batch
 
-    def noise_left(self, batch: Batch) -> np.ndarray:
+    def noise_left(self, batches: Sequence[Batch]) -> np.ndarray:
         """Measure which share of the noise the control variates leave, `[chain]`."""
-        self._carry = self._measure(self._carry, self._losses.put(batch))
-        return self._everywhere(lambda x: x.noise_left)
+        for batch in batches:
+            self._carry = self._measure(self._carry, self._losses.put(batch))
+        return self._everywhere(lambda x: x.noise[:, 1] / x.noise[:, 0])
 
     def ratio_of_halves(self, batch: Batch) -> float:
         """Return the sum of the losses of two halves over that of a batch; 2 if it is unknown."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -22,6 +22,8 @@ MOST_NOISE, LITTLE_NOISE = 0.5, 0.25
 # Most passes between two centres, fewest steps, and passes after which the run says that it goes on
 # without. Where the posterior is curved, older centres add noise along its narrow directions.
 LONGEST, SHORTEST, PATIENCE = 4, 32, 15
+# Most batches with which the noise is measured: gradients of classifiers have heavy tails.
+MEASURED = 4
 # Standard errors by which the losses of batches at a centre may differ from that of all data, and
 # the fewest batches with which that is tested.
 MOST_EXCESS, LEAST_BATCHES = 8.0, 16
@@ -68,17 +70,17 @@ class Centers:
         """Most steps between two looks; None before the first."""
         return self.plan.interval or None
 
-    def look(self, chains: Chains, step: int, batch: Batch, batches_per_step: int):
-        """Renew the centres before a step if it is time; `batch` is the next one."""
+    def look(self, chains: Chains, step: int, batches: Sequence[Batch], batches_per_step: int):
+        """Renew the centres before a step if it is time; the `batches` are the next ones."""
         plan = self.plan
         if step < plan.due:
             return
         if not plan.length:
-            rows = _checks.size(batch, self.per_chain) or 0
+            rows = _checks.size(batches[0], self.per_chain) or 0
             if not 2 <= rows < self.number:
                 rule = f"batches of 2 to {self.number - 1:g} examples, for `control_variate`"
                 _check.fail(self.where, "batches", rule, f"one of {rows}")
-            if abs(ratio := chains.ratio_of_halves(batch) - 2) > LEAST_OWN:
+            if abs(ratio := chains.ratio_of_halves(batches[0]) - 2) > LEAST_OWN:
                 rule = "the mean of numbers of single examples, for `control_variate`"
                 got = f"a loss of which halves of a batch have means {ratio:.1%} apart from its own"
                 _check.fail(self.where, "loss_fn", rule, got, "Statistics of the batch are none.")
@@ -87,7 +89,8 @@ class Centers:
         if plan.is_placed:
             if plan.is_on:
                 self.check_batches(*chains.excess())
-            plan = self.judged(plan, step, float(np.median(chains.noise_left(batch))))
+            left = chains.noise_left(batches[:MEASURED])
+            plan = self.judged(plan, step, float(np.median(left)))
         else:
             plan = plan._replace(is_placed=True)
         if plan.is_placed:

@@ -438,7 +438,7 @@ class Run:
             for batches, places, position in self._dispatches(end):
                 if self._centers is not None:
                     number = self._batches_per_step
-                    self._centers.look(self._chains, self.num_steps, batches[0], number)
+                    self._centers.look(self._chains, self.num_steps, batches, number)
                 self._chains.advance(batches, places)
                 self._num_gradients += len(batches)
                 if self._chains.accumulates:
