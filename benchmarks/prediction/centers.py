@@ -138,7 +138,9 @@ def run_cell(cell: records.Cell) -> records.Record:
         "spent": spent(),
         "rows": len(data[0]),
     }
-    if name not in OPTIMIZERS:
+    if name in OPTIMIZERS:
+        draws = optax_smile.Snapshots(draws.params)
+    else:
         found |= {x: float(np.median(used[x])) for x in ("step_size", "change_share")}
     if is_centred:
         found |= {x: float(np.median(used[x])) for x in ("noise_left", "num_passes", "num_reduced")}
