@@ -396,6 +396,29 @@ DEFECTS = r"""
 -             self.waiting.popleft().result()
 +         while self.waiting and (self.waiting[0].done() or len(self.waiting) > QUEUE_SIZE):
 +             self.waiting.popleft()
+# chains/_centers.py | test_centers.py
+= the gradient of all data left out | gradients_are
+- excess = jax.tree.map(jnp.subtract, gradient, center.gradient)
++ excess = gradient
+= parts of the data weigh alike | gradients_are
+- share = (_checks.size(batch, False) or 0) / number
++ share = 0.5
+= stored gradients of another batch | effective_draws
+- lambda x: x[place], self.stored
++ lambda x: x[0], self.stored
+= noise of random losses forgotten | does_not_pay
+- left += passes * square(here[0], gradient(params, 0, 2))
++ left += 0.0
+# chains/_renewal.py | test_centers.py
+= rows of a pass not compared with num_data | refused
+- if rows != self.number:
++ if rows > 3 * self.number:
+= data of the centres not compared with the batches | refused
+- > MOST_EXCESS:
++ > np.inf:
+= centres are never renewed | effective_draws
+- chains.move_centers()
++ plan.is_on or chains.move_centers()
 # draws/_format.py | test_snapshots.py
 = a leaf too small for the stored precision is rounded | a_leaf_too_large_or
 - return largest == 0 or float(kind.tiny) <= largest <= float(kind.max)
