@@ -8,7 +8,7 @@ is left out, for all methods. Rates, batch sizes and angles are chosen by valida
     psmile            new batches in each pass
     larger angle      the same at the angle .12, twice the default
     centres           a list of batches, whose gradients at the centre are stored
-    two gradients     the same without storing
+    two gradients     new batches in each pass, and the gradients of both points in each call
     AdamW, Muon       training goes on; the iterates are averaged like draws
 
     python benchmarks/prediction/centers.py --output benchmarks/results/centers.jsonl
@@ -104,7 +104,7 @@ def run_cell(cell: records.Cell) -> records.Record:
     batches: Any = Shuffled(data, number)
     control = None
     if is_centred := name in ("centres", "two gradients"):
-        batches = list(batches)
+        batches = list(batches) if name == "centres" else batches
         control = batches if name == "centres" else [data]
     if name in OPTIMIZERS:
         sampler = OPTIMIZERS[name](setting, weight_decay=5e-3)
