@@ -51,23 +51,21 @@ class Method(NamedTuple):
         make: from its settings for one chain, number of rows and key; the prior is in the loss.
         step_sizes: the grid of these settings; none if it has its own step size.
         is_tuned: whether `examples/mile.py` tunes them, on all rows.
-        has_centers: whether gradients have a control variate whose centre moves along.
     """
 
     make: Callable[..., Any]
     step_sizes: tuple[float, ...] = ()
     is_tuned: bool = False
-    has_centers: bool = False
 
 
-def simple(name: str, *step_sizes: float, has_centers: bool = False) -> Method:
+def simple(name: str, *step_sizes: float) -> Method:
     """A method that is one function of the library."""
 
     def make(step_size, num_data, key):
         chosen = step_size if step_sizes else None
         return samplers.build(name, chosen, num_data=num_data, prior_precision=0.0, key=key)
 
-    return Method(make, step_sizes, has_centers=has_centers)
+    return Method(make, step_sizes)
 
 
 def tuned_mclmc(settings, num_data, key):
@@ -78,10 +76,9 @@ def tuned_mclmc(settings, num_data, key):
     )
 
 
-DEFAULT, CENTRES, FULL_BATCH, NUTS = "psmile", "psmile, centres", "mile", "nuts"
+DEFAULT, FULL_BATCH, NUTS = "psmile", "mile", "nuts"
 METHODS = {
     DEFAULT: simple("psmile"),
-    CENTRES: simple("psmile", has_centers=True),
     "smile": simple("smile"),
     "psmile_naive": simple("psmile_naive", 3e-3, 1e-2, 3e-2, 1e-1),
     "smile_naive": simple("smile_naive", 3e-3, 1e-2, 3e-2, 1e-1),
@@ -171,35 +168,6 @@ def tuned(posterior: Posterior, starts: jax.Array, keys: jax.Array, num_steps: i
     return jax.jit(jax.vmap(one))(starts, keys)
 
 
-def with_centers(
-    posterior: Posterior, method: Method, starts: jax.Array, share: int, scale: Scale, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Run chains of `optax_smile.sample` on a list of batches, see `sample`."""
-    rows = jax.tree.map(np.asarray, posterior.rows)
-    num_data = len(jax.tree.leaves(rows)[0])
-    order = np.random.default_rng(seed).permutation(num_data)
-    parts = np.array_split(order, max(num_data // max(num_data // share, 1), 1))
-    batches = [jax.tree.map(lambda x, of=part: x[of], rows) for part in parts]
-    draws = optax_smile.sample(
-        lambda theta, batch: posterior.mean_loss(theta, batch, num_data),
-        starts,
-        batches,
-        method.make(None, num_data, jax.random.key(seed)),
-        num_warmup=0,
-        num_draws=scale.num_draws,
-        thin=scale.thin,
-        key=seed,
-        steps_per_dispatch=scale.thin,
-        check=False,
-        control_variate=batches,
-        progress=False,
-    )
-    of_draw = jax.vmap(jax.vmap(lambda theta: posterior.quantities(theta, posterior.rows)))
-    first = round(scale.num_draws * scale.warmup)
-    found = np.asarray(jax.jit(of_draw)(draws.params[:, first:]))
-    return found[None], np.median(draws.trace["step_size"])[None]
-
-
 def sample(
     posterior: Posterior,
     method: Method,
@@ -215,8 +183,6 @@ def sample(
         Draws after the warm-up `[step size, chain, draw, quantity]` and the median step size in
         `stats` `[step size]`.
     """
-    if method.has_centers:
-        return with_centers(posterior, method, starts, share, scale, seed)
     rows = jax.tree.map(jnp.asarray, posterior.rows)
     num_data = len(jax.tree.leaves(rows)[0])
     keys = jax.random.split(jax.random.key(seed), len(starts))
