@@ -50,7 +50,6 @@ FLATTEST = 1e-9
 DECREASE, HALVINGS = 1e-4, 30
 ONE = "a scalar mean loss `loss_fn(params, batch)`, without `aux` and random numbers"
 FAR_OFF = "Far from a mode, gradients have more noise: see `find_mode`."
-PASS = "Pass each example once: no dropped or repeated batches, the whole data in one pass."
 
 
 @_check.arguments(
@@ -353,10 +352,7 @@ class _AllData:
             rows += size
             if rows > number:
                 break
-        if rows != number:
-            rule = f"a pass over all data, `num_data` = {number:g} rows"
-            got = f"more than {number:g}" if rows > number else f"{rows}"
-            _check.fail(self.where, "batches", rule, f"{got} rows", PASS)
+        _checks.require_all(self.where, "batches", rows, number)
         self.num_passes += 1
         loss, gradient = loss / rows, gradient / rows
         prior, prior_slope = (np.asarray(x, np.float64) for x in self.prior(place))

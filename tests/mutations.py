@@ -409,10 +409,15 @@ DEFECTS = r"""
 = noise of random losses forgotten | does_not_pay
 - left += passes * square(here[0], gradient(params, 0, 2))
 + left += 0.0
-# chains/_renewal.py | test_centers.py
+# chains/_checks.py | test_centers.py
 = rows of a pass not compared with num_data | refused
-- if rows != self.number:
-+ if rows > 3 * self.number:
+- if rows != number:
++ if rows > 3 * number:
+# chains/_host.py | test_centers.py
+= places of batches forget that passes are rotated | stored_gradients
+- (self.taken - 1 + self.is_rotated)
++ (self.taken - 1)
+# chains/_renewal.py | test_centers.py
 = data of the centres not compared with the batches | refused
 - > MOST_EXCESS:
 + > np.inf:

@@ -35,6 +35,7 @@ NUM_DATA = "Set it to the number of terms of the mean loss over all data: exampl
 SUMMED = "`loss_fn` looks like a sum over the examples: divide by their number."
 UNEQUAL = "Drop the smaller batch: a mean loss counts its examples more than those of a large one."
 TOO_FEW = "Too many parameters for these data: see `optax_smile.local.local_precision`."
+PASS = "Pass each example once, in one pass: none dropped, repeated or augmented."
 USABLE = "an iterable of batches, numeric arrays with examples, all of the same structure"
 
 # Rounding errors of a fingerprint, relative to the norm: twenty times what was seen in float32.
@@ -406,6 +407,14 @@ def num_rows(batch: Batch, per_chain: bool) -> int | None:
 def size(batch: Batch, per_chain: bool) -> int | None:
     """Return the number of examples of all arrays but scalars; None if they disagree."""
     return num_rows([x for x in jax.tree.leaves(batch) if np.ndim(x) > per_chain], per_chain)
+
+
+def require_all(where: str, argument: str, rows: int, number: float):
+    """Require that a pass, which may have ended early, has all data."""
+    if rows != number:
+        rule = f"a pass over all data, `num_data` = {number:g} rows"
+        got = f"more than {number:g}" if rows > number else f"{rows}"
+        _check.fail(where, argument, rule, f"{got} rows", PASS)
 
 
 def is_finite(batch: Batch) -> bool:

@@ -27,10 +27,11 @@ MEASURED = 4
 # Standard errors by which the losses of batches at a centre may differ from that of all data, and
 # the fewest batches with which that is tested.
 MOST_EXCESS, LEAST_BATCHES = 8.0, 16
-# Relative rounding errors of sums over the data in float64, and of losses.
-ROUNDING, LOSS_ROUNDING = 1e-9, 1e-5
-# Difference from 2 of the ratio of the losses of two halves of a batch and of the whole.
-LEAST_OWN = 1e-3
+# Relative rounding errors of sums over the data in float64.
+ROUNDING = 1e-9
+# Largest difference of the mean loss of two halves of a batch from that of the whole, relative to
+# half of it.
+MOST_APART = 1e-3
 ALL_DATA = "an iterable of batches, no iterator, with each of the `num_data` examples once"
 GIVEN = _check.Where(
     ALL_DATA,
@@ -40,7 +41,6 @@ GIVEN = _check.Where(
         and (not hasattr(value, "__len__") or len(value) > 0)
     ),
 )
-ONCE = "Pass each example once: none dropped, repeated or augmented, such as `[data]`."
 
 
 @dataclasses.dataclass
@@ -56,7 +56,6 @@ class Centers:
     all_data: Iterable[Batch]
     number: float
     per_chain: bool
-    plan: Plan = Plan()
     sums: np.ndarray | None = None
     has_warned: bool = False
 
@@ -65,14 +64,9 @@ class Centers:
         for _ in self.sized() if self.is_list else ():
             pass
 
-    @property
-    def most_steps(self) -> int | None:
-        """Most steps between two looks; None before the first."""
-        return self.plan.interval or None
-
     def look(self, chains: Chains, step: int, batches: Sequence[Batch], batches_per_step: int):
         """Renew the centres before a step if it is time; the `batches` are the next ones."""
-        plan = self.plan
+        plan = chains.plan
         if step < plan.due:
             return
         if not plan.length:
@@ -80,7 +74,7 @@ class Centers:
             if not 2 <= rows < self.number:
                 rule = f"batches of 2 to {self.number - 1:g} examples, for `control_variate`"
                 _check.fail(self.where, "batches", rule, f"one of {rows}")
-            if abs(ratio := chains.ratio_of_halves(batches[0]) - 2) > LEAST_OWN:
+            if abs(ratio := chains.ratio_of_halves(batches[0]) - 2) > MOST_APART:
                 rule = "the mean of numbers of single examples, for `control_variate`"
                 got = f"a loss of which halves of a batch have means {ratio:.1%} apart from its own"
                 _check.fail(self.where, "loss_fn", rule, got, "Statistics of the batch are none.")
@@ -101,7 +95,7 @@ class Centers:
             plan = plan._replace(num_passes=plan.num_passes + 1)
             if not np.all(np.isfinite(chains.excess()[1])):
                 plan = self.paused(plan, step, "the loss of all data is not finite at a draw.")
-        chains.plan = self.plan = plan
+        chains.plan = plan
 
     def judged(self, plan: Plan, step: int, left: float) -> Plan:
         """Decide whether the centres are renewed, and how often."""
@@ -135,10 +129,7 @@ class Centers:
             if rows > self.number:
                 break
             yield place, batch
-        if rows != self.number:
-            rule = f"a pass over all data, `num_data` = {self.number:g} rows"
-            got = f"more than {self.number:g}" if rows > self.number else f"{rows}"
-            _check.fail(self.where, "control_variate", rule, f"{got} rows", ONCE)
+        _checks.require_all(self.where, "control_variate", rows, self.number)
 
     def gather(self, chains: Chains):
         """Make a pass over all data."""
@@ -153,7 +144,7 @@ class Centers:
             before, self.sums = sums if self.sums is None else self.sums, sums
             if np.any(np.abs(sums - before) > ROUNDING * before[:, 1:]):
                 got = "other examples than in the pass before"
-                _check.fail(self.where, "control_variate", ALL_DATA, got, ONCE)
+                _check.fail(self.where, "control_variate", ALL_DATA, got, _checks.PASS)
 
     def check_batches(self, sums: np.ndarray, losses: np.ndarray):
         """Require that the batches are of the data of the centres, from `Chains.excess`."""
@@ -162,14 +153,14 @@ class Centers:
             return
         mean = total / number
         variance = np.maximum(squares / number - mean**2, 0) / number
-        error = np.sqrt(variance + (LOSS_ROUNDING * (1 + np.abs(losses))) ** 2)
+        error = np.sqrt(variance + (_checks.LOSS_ROUNDING * (1 + np.abs(losses))) ** 2)
         if (ratio := float(np.median(np.abs(mean) / error))) > MOST_EXCESS:
             rule = "the data of `batches`"
             got = (
                 f"data whose mean loss is {np.median(losses):.4g} at points where that of the"
                 f" batches is {np.median(losses + mean):.4g}, {ratio:.0f} standard errors away"
             )
-            _check.fail(self.where, "control_variate", rule, got, ONCE)
+            _check.fail(self.where, "control_variate", rule, got, _checks.PASS)
 
 
 def _moments(array: Tree) -> tuple[float, float]:

@@ -218,7 +218,7 @@ class Run:
         self._num_gradients, self._num_kept = place["num_gradients"], place["num_kept"]
         self._position = _host.Position(**place["position"])
         if self._centers is not None:
-            self._chains.plan = self._centers.plan = _centers.Plan(**place["centers"])
+            self._chains.plan = _centers.Plan(**place["centers"])
         self._stream.go_to(self._position)
 
     @property
@@ -458,9 +458,7 @@ class Run:
         repeats, position = self._per_step // self._batches_per_step, self._position
         while self.num_steps < end:
             taken, places = list[Batch](), list[int]()
-            most = self._steps_per_dispatch
-            if self._centers is not None:
-                most = min(most, self._centers.most_steps or most)
+            most = min(self._steps_per_dispatch, self._chains.plan.interval or end)
             for _ in range(min(most, end - self.num_steps)):
                 of_step = [
                     (batch, self._stream.place)
@@ -518,7 +516,7 @@ class Run:
             place = {"num_gradients": self._num_gradients, "num_kept": self._num_kept}
             place["position"] = self._position._asdict()
             if self._centers is not None:
-                place["centers"] = self._centers.plan._asdict()
+                place["centers"] = self._chains.plan._asdict()
             self._kept.checkpoint(self._chains.tree, place)
 
     @_method

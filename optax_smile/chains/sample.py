@@ -76,12 +76,13 @@ def sample(
         per_chain: whether each batch has a leading chain axis; otherwise chains share batches.
         batch_per: `"gradient"`: each gradient gets its own batch. `"step"`: with the integrator
             `"minimal_norm"`, both gradients of a step use the same batch, as in Sommer et al. 2026.
-        control_variate: an iterable of batches with each of the `num_data` examples once, such as
-            `[data]` or `batches` itself, if they are. Where it pays, gradients then have a control
-            variate with less noise: see `tall`. Its centre moves along with the chain, by a pass
-            over these batches from time to time. For losses that are means of numbers of single
-            examples. It does not pay where parameters outnumber the data, nor for strong dropout:
-            the run then goes on without, with a warning. None: gradients as they are.
+        control_variate: all data, an iterable of batches with each of the `num_data` examples once,
+            to reduce the noise of the gradients: see `tall`. Each chain has a centre of its own,
+            which moves along with it. If this is the same list as `batches`, the gradients at the
+            centre are stored, up to 256 MiB of them; otherwise, such as for `[data]`, they are
+            computed again. The loss of a batch must be a mean over its examples. The run measures
+            whether the control variate pays. It does with many more data than parameters. Where it
+            does not, the run goes on without, with a warning. None: no control variate.
         steps_per_dispatch: largest number of steps per compiled call, >= 1; a call also ends every
             `thin` steps. More are faster for small networks. For convolutions on a CPU use 1: their
             gradients are many times slower inside a compiled loop.
@@ -130,13 +131,13 @@ def sample(
     The flags `jax_debug_nans`, `jax_debug_infs`, `jax_disable_jit` and strict promotion of dtypes
     do not act inside.
 
-    Cost: one gradient per chain and step, two with `"minimal_norm"`. While a control variate is in
-    use, twice that and passes over all data: the trace has `num_reduced`, the calls with two
-    gradients, `num_passes`, and `noise_left`, the share of the variance of the gradients that was
-    left. Without a `directory`, the draws take host memory. With `specs`, every device that holds a
-    part of a chain gathers the whole parameters of a draw before the draw is stored. Another run in
-    the same process compiles nothing if its code is the same, with all numbers and arrays in it up
-    to 16 MiB.
+    Cost: one gradient per chain and step, two with `"minimal_norm"`. A control variate takes as
+    many again, unless those at the centre are stored, and a pass over all data for each centre. The
+    trace then has `num_reduced`, the calls with a control variate, `num_passes`, and `noise_left`,
+    the share of the variance of the gradients that is left. Without a `directory`, the draws take
+    host memory. With `specs`, every device that holds a part of a chain gathers the whole
+    parameters of a draw before the draw is stored. Another run in the same process compiles nothing
+    if its code is the same, with all numbers and arrays in it up to 16 MiB.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile

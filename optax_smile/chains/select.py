@@ -188,6 +188,7 @@ def select(
         candidates: dict of samplers and Optax optimizers by name, such as those of
             `local.network_candidates`.
         apply_fn, likelihood: see `predict`.
+        control_variate: as for `sample`; optimizers run without.
         batch_size: validation inputs to run at once, >= 1; None: all.
         validation: pair of inputs and targets on which no candidate is trained. They select the
             candidate, so they are no test data.
@@ -241,8 +242,9 @@ def select(
         if name not in runs:
             own = None if folder is None else folder / name
             repeated[name] = done.get(name, 0) if own is None else 0
-            given["control_variate"] = control_variate if settings[name] else None
-            runs[name] = _Run(loss_fn, params, batches, candidates[name], directory=own, **given)
+            control = control_variate if settings[name] else None
+            more: Options = {"directory": own, "control_variate": control}
+            runs[name] = _Run(loss_fn, params, batches, candidates[name], **more, **given)
         return runs[name]
 
     def close(names: Iterable[str], *error: Unchecked):
