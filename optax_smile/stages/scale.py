@@ -304,7 +304,8 @@ class MeanSquare(Preconditioner):
     ) -> MeanSquareState:
         """Average the square, and use the average once its window closes."""
         number, window, closes = self._advance(state, weight)
-        rate = jnp.where(weight.counts & (number > 0), 1 / jnp.maximum(number, 1), 0)
+        count = number.astype(state.mean.dtype)
+        rate = jnp.where(weight.counts & (number > 0), 1 / jnp.maximum(count, 1), 0)
         share = rate * jnp.square(weight.trust) / (2 if self.differences else 1)
 
         # Not q + rate * (new - q), which would lose a small number after a huge one.
@@ -314,7 +315,7 @@ class MeanSquare(Preconditioner):
         deviation = self.deviation(state, gradient)
         squares = jax.tree.map(lambda q, x: average(q, x * x), state.mean_square, deviation)
         mean = average(state.mean, weight.square / _tree.size(gradient))
-        isotropic_weight = jnp.where(weight.restart, 1, ISOTROPIC / (ISOTROPIC + number))
+        isotropic_weight = jnp.where(weight.restart, 1, ISOTROPIC / (ISOTROPIC + count))
         measured = inverse_scale(squares, mean, isotropic_weight)
         last, made, trust = state.last_gradient, [direction], weight.trust
         if last is not None:
