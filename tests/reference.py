@@ -7,6 +7,7 @@ opens the next one. Parameters, gradients and noise are vectors. It is written t
 
 from statistics import NormalDist
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from numpy.linalg import norm, svd
@@ -21,7 +22,12 @@ POLYNOMIALS = (8.0934, -23.6206, 17.4463), (3.6366, -2.7219, 0.5365), (2.6613, -
 POLYNOMIALS += (1.9562, -1.3375, 0.3838), (1.8751, -1.2501, 0.3750)
 # Arguments of samplers, by their names. `tuner` is "quantile", "angle" or None, `scale` is
 # "squares", "differences", "published" or None; `shapes` of the leaves are for the spectral norm.
-DEFAULTS = {"num_data": 1.0, "prior_precision": 0.0, "prior_mean": 0.0, "temperature": 1.0}
+DEFAULTS: dict[str, Any] = {
+    "num_data": 1.0,
+    "prior_precision": 0.0,
+    "prior_mean": 0.0,
+    "temperature": 1.0,
+}
 DEFAULTS |= {"step_size": 1.0, "integrator": "leapfrog", "decoherence_length": None, "angle": None}
 DEFAULTS |= {"adapt_probability": 0.1, "adapt_rate": 0.02, "adapt_steps": np.inf, "tuner": None}
 DEFAULTS |= {"reject_quantile": None, "scale": None, "has_matrix": False, "first_window": 64}
@@ -53,14 +59,14 @@ class Chain:
         w, drift, square = g @ self.scale.A, (0, *drifts)[self.place] * self.length, norm(gradient)
         self.ends, self.opens = self.place == len(drifts), self.place in (0, len(drifts))
         moved = np.zeros(self.d) if self.u is None else drift * self.u
-        base = s.step_size(self.steps) if callable(s.step_size) else s.step_size
+        base: Any = s.step_size(self.steps) if callable(s.step_size) else s.step_size
 
         # A kick ends the drift. Accept or reject the step by the energy that it has gained.
         end = self.close(w, (0, *kicks[1:])[self.place], kicks[0] if self.ends else 0)
         prior = np.sum(s.prior_precision * (params - s.prior_mean) ** 2) / 2
         total = np.nan if value is None else (s.num_data * value + prior) / s.temperature
         self.gained = total - self.total + self.kinetic + end.kinetic if self.ends else np.nan
-        read = [w @ w, square, params @ params, end.kinetic, value or 0, -1 if base < 0 else 0]
+        read = [w @ w, square, params @ params, end.kinetic, value or 0]
         if self.ends and value is not None and not np.isnan(self.total):
             read.append(self.gained)
         self.is_finite = bool(np.all(np.isfinite(read))) and base >= 0
@@ -188,11 +194,11 @@ class Chain:
             self.fall_square = average(self.fall_square, most**2 / self.d, self.turns)
             chance = min(n**2 * self.fall_square, self.d / 2) + n * self.fall_square / 1.75
             self.descent = n * self.fall / np.sqrt(chance) if chance > 0 else 0.0
-        rate, before = 0.0, self.last
+        rate, before, whole = 0.0, self.last, w @ w / end.unit**2
         if self.opens:
-            self.last = w, w @ w / end.unit**2
+            self.last = w, whole
         if self.ends and before is not None and trust > 0 and is_long:
-            square, both = np.sum((w - before[0]) ** 2) / 2 / end.unit**2, self.last[1] + before[1]
+            square, both = np.sum((w - before[0]) ** 2) / 2 / end.unit**2, whole + before[1]
             if square >= TINY:
                 rate, self.changes = np.sqrt(square), self.changes + 1
                 weight = min(1, 9 * self.change_square / square) if self.changes > 1 else 1.0

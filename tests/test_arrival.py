@@ -136,3 +136,41 @@ def test_a_flat_likelihood_is_sampled_all_the_same():
     tx, key = optax_smile.smile(num_data=10, prior_precision=4.0, key=0), jax.random.key(0)
     draws = follow(tx, key, jnp.ones(20), lambda *_: jnp.zeros(20), jnp.arange(20_000))
     assert np.mean(np.asarray(draws)[5000:] ** 2) == pytest.approx(0.25, rel=0.15)
+
+
+def test_a_chain_whose_loss_still_falls_is_on_its_way():
+    """By more than batches and the energy of a chain that has arrived, sqrt(50) nats, explain.
+
+    The gradients say nothing: the loss alone falls, does not, or rises.
+    """
+    number, num_data, noise = 4000, 1000, 0.05
+    trends = np.linspace(0, 1, number) * np.array([[0.0], [-0.2], [0.2], [-0.002]])
+    # The way there is forgotten.
+    trends[[0, 3], :400] += 10.0
+    drawn = np.random.default_rng(0).normal(size=(30, 1, number))
+    kept = np.arange(number) % 5 > 0
+    # What is rejected does not enter.
+    values = np.where(kept, 2 + trends + noise * drawn, np.nan).astype(np.float32)
+    tx: Any = optax_smile.smile(1e-6, num_data=num_data, decoherence_length=None)
+    start = jnp.zeros(100)
+
+    @jax.jit
+    @jax.vmap
+    @jax.vmap
+    def falling(values):
+        def call(state, given):
+            count, value = given
+            across = jnp.where(jnp.arange(100) == count % 100, 1.0, 0)
+            _, state = tx.update(across, state, start, value=value)
+            stats = optax_smile.stats(state)
+            return state, (stats.fall, stats.on_its_way)
+
+        return jax.lax.scan(call, tx.init(start), (jnp.arange(number), values))[1]
+
+    fall, is_falling = map(np.asarray, falling(values))
+    assert is_falling[:, [0, 3], 1920:].mean() < 0.005 and is_falling[:, 2].mean() < 0.005
+    assert is_falling[:, [0, 3], 600].all() and is_falling[:, 1, number // 2 :].all()
+    # From the calls 1,024 to 2,047 that are kept to those from there on, 3,200 in all.
+    middles = (1024 + 2047) / 2 - (2048 + 3200) / 2
+    expected = -num_data * 0.2 * middles / 3200
+    np.testing.assert_allclose(fall[:, 1, -1].mean(), expected, rtol=0.03)

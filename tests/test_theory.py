@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_momentum import kicked, plain, unit
+from reference import Chain, kick
+
+import optax_smile
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "theory.md"
 LINK = re.compile(r"\[`(test_\w+)`\]\((\S+?)\)")
@@ -26,38 +28,50 @@ def test_the_page_names_tests_and_files_that_exist():
     assert len(tests) >= 3 and set(tests) <= {name for name, _ in LINK.findall(text)}
 
 
-# The kick.
+# The kick of the reference, from which that of the samplers differs by rounding.
 
 
-def kick(directions, gradients, *lengths):
-    """Directions after the kicks of the package, and kinetic energies gained, in float64."""
-    each = jnp.tile(jnp.asarray(lengths), (len(directions), 1))
-    kicked_by, _, gains = kicked(jnp.asarray(directions), jnp.asarray(gradients), each)
-    return np.asarray(kicked_by), np.asarray(gains)
+def unit(rng, size):
+    vector = rng.standard_normal(size)
+    return vector / np.linalg.norm(vector)
 
 
 def test_a_kick_is_a_flow_and_its_energy_is_the_volume_that_it_takes():
-    """exp(-change of kinetic energy) is the determinant of the kick's Jacobian on the sphere.
-
-    Of a direction that rounding and explicit noise leave off the unit sphere, too.
-    """
+    """exp(-change of kinetic energy) is the determinant of the kick's Jacobian on the sphere."""
     rng, size, step = np.random.default_rng(0), 5, 1e-5
     g, u = 3 * rng.standard_normal(size), unit(rng, size)
-    with jax.enable_x64(True):
-        for length in (1e-2, 0.7, 3.0):
-            (kicked_by,), gains = kick(u[None], g[None], length)
-            (halfway,), parts = kick(1.7 * u[None], g[None], 0.3 * length, 0.7 * length)
-            np.testing.assert_allclose(halfway, kicked_by, atol=1e-14)
-            np.testing.assert_allclose(parts.sum(), gains.sum(), rtol=1e-12)
-            (back,), losses = kick(-kicked_by[None], g[None], length)
-            np.testing.assert_allclose(back, -u, atol=1e-12)
-            np.testing.assert_allclose(losses, -gains, rtol=1e-9)
-            before, after = (np.linalg.svd(x[None])[2][1:] for x in (u, kicked_by))
-            starts = np.concatenate([u + step * before, u - step * before])
-            starts /= np.linalg.norm(starts, axis=1, keepdims=True)
-            ends, _ = kick(starts, np.tile(g, (len(starts), 1)), length)
-            volume = np.linalg.det((ends[: size - 1] - ends[size - 1 :]) @ after.T / (2 * step))
-            np.testing.assert_allclose(abs(volume), np.exp(-gains.sum()), rtol=1e-7)
+    for length in (1e-2, 0.7, 3.0):
+        turned, gain = kick(u, g, length)
+        half, first = kick(u, g, 0.3 * length)
+        whole, second = kick(half, g, 0.7 * length)
+        np.testing.assert_allclose(whole, turned, atol=1e-14)
+        np.testing.assert_allclose(first + second, gain, rtol=1e-12)
+        back, loss = kick(-turned, g, length)
+        np.testing.assert_allclose(back, -u, atol=1e-12)
+        np.testing.assert_allclose(loss, -gain, rtol=1e-9)
+        before, after = (np.linalg.svd(x[None])[2][1:] for x in (u, turned))
+        starts = np.concatenate([u + step * before, u - step * before])
+        ends = np.array([kick(x / np.linalg.norm(x), g, length)[0] for x in starts])
+        volume = np.linalg.det((ends[: size - 1] - ends[size - 1 :]) @ after.T / (2 * step))
+        np.testing.assert_allclose(abs(volume), np.exp(-gain), rtol=1e-7)
+
+
+@pytest.mark.parametrize("shapes", [None, [(6, 6), (3, 7)]])
+@pytest.mark.parametrize("integrator", ["leapfrog", "minimal_norm"])
+def test_energy_errors_fall_with_the_third_power_of_the_step_size(integrator, shapes):
+    """In the median of starts: where a singular value vanishes the spectral norm bends sharply."""
+
+    def error(start, length):
+        given = {"step_size": length, "integrator": integrator, "shapes": shapes}
+        chain, x, errors = Chain(start, **given), start, []
+        for _ in range(30):
+            x = x + chain.call(x + 0.4 * x**3, np.sum(x**2 / 2 + x**4 / 10), x)
+            errors.append(chain.gained)
+        return np.sqrt(np.nansum(np.square(errors[3:])))
+
+    starts = np.random.default_rng(3).standard_normal((12, 57))
+    ratios = [error(start, 0.04) / error(start, 0.02) for start in starts]
+    assert np.log2(np.median(ratios)) == pytest.approx(3, abs=0.1)
 
 
 def generator(form, variances, u):
@@ -76,8 +90,7 @@ def test_a_kick_by_noise_has_the_generator_of_stratonovich():
         form, u = rng.standard_normal((size, size)), unit(rng, size)
         form, variances = form + form.T, np.geomspace(0.2, 5, size)
         points = np.diag(np.sqrt(size * variances))
-        with jax.enable_x64(True):
-            turned, _ = kick(np.tile(u, (2 * size, 1)), np.concatenate([points, -points]), length)
+        turned = [kick(u, g, length)[0] for g in np.concatenate([points, -points])]
         change = np.mean([x @ form @ x for x in turned]) - u @ form @ u
         found = change / (length / (size - 1)) ** 2
         stratonovich, more = generator(form, variances, u)
@@ -96,7 +109,7 @@ def heated(permuted):
     44 (1 - .5) in the other. Where it is that of permutations it sums to zero over 10 gradients.
     """
     step_size = ANGLE * np.sqrt((LARGE - 1) / NOISE_VARIANCE)
-    tx = plain(step_size, decoherence_length="matched", key=0)
+    tx = optax_smile.smile(step_size, num_data=1, prior_precision=0.0, key=0)
     excess = np.repeat([EXCESS, -EXCESS], LARGE // 2)
     deviations = jnp.asarray(np.sqrt(NOISE_VARIANCE * (1 + excess)), jnp.float32)
 

@@ -1,39 +1,36 @@
-"""The full matrix that `psmile` uses for few parameters, and the memory that follows from it."""
+"""The coordinates of `psmile`, and the memory that follows from them; `scale_by_gradient_noise`."""
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from public_samplers import quick_psmile
-from test_preconditioner import EXTREME
+from reference import Scale
 
 import optax_smile
 from optax_smile import parallel
-from optax_smile.stages.evidence import GradientWeight
-from optax_smile.stages.matrix import FullMatrix
 
 SIZE, WINDOW = 5, 8
 MIXING = np.random.default_rng(3).normal(size=(SIZE, SIZE))
+# Among them huge ones, squares that overflow, denormal numbers, one that dominates, none at all.
+LARGE = [[1e18, -2e18, 5e17, 1e18], [1e25, 1.0, -1e25, 2.0], [1e12, 1e-3, -1e-3, 1e-6]]
+SMALL = [[1e-20, -3e-20, 1e-20, 2e-20], [1e-40, 1e-42, 0.0, -1e-40], [0.0] * 4]
+EXTREME = [*LARGE, *SMALL, [1e18, 1e-20, 0.0, 1.0]]
 
 
-def observed(scale, gradients, drifts=None) -> Any:
-    """States after each of some gradients `[time, entry]`, and one where the windows restart."""
-    drifts = jnp.zeros_like(gradients) if drifts is None else drifts
-
-    def step(state, seen):
-        gradient, drift, restart = seen
-        deviation = scale.deviation(state, gradient)
-        weight = GradientWeight(jnp.float32(1), jnp.asarray(True), restart, deviation @ deviation)
-        state = scale.observe(state, gradient, weight, gradient, drift)
-        return state, state
-
-    start = scale.init(jnp.zeros(gradients.shape[1]))
-    restarts = jnp.arange(len(gradients)) == len(gradients) - 1
-    return jax.jit(lambda *x: jax.lax.scan(step, start, x)[1])(gradients, drifts, restarts)
+def observed(kind, gradients, drifts=None, has_matrix=True, first_window=WINDOW):
+    """The scale of the reference, which that of the package equals, after some gradients."""
+    given = SimpleNamespace(scale=kind, first_window=first_window, has_matrix=has_matrix)
+    scale, drifts = Scale(given, gradients.shape[1]), 0 * gradients if drifts is None else drifts
+    for gradient, drift in zip(gradients, drifts, strict=True):
+        scale.observe(gradient, 1.0, True, False, drift)
+    return scale
 
 
 def slow_matrix(deviations):
@@ -55,14 +52,13 @@ def slow_matrix(deviations):
     return found
 
 
-@pytest.mark.parametrize("differences", [False, True])
-def test_matrix_is_the_inverse_of_the_second_moment(differences):
+@pytest.mark.parametrize("kind", ["squares", "differences"])
+def test_matrix_is_the_inverse_of_the_second_moment(kind):
     gradients = np.random.default_rng(1).normal(size=(400, SIZE)) @ MIXING
-    scale = FullMatrix(differences=differences, first_window=WINDOW)
-    found = observed(scale, jnp.asarray(gradients, jnp.float32)).matrix.entries[-2]
-    deviations = np.diff(gradients, axis=0) / np.sqrt(2) if differences else gradients
+    found = observed(kind, gradients).A
+    deviations = np.diff(gradients, axis=0) / np.sqrt(2) if kind == "differences" else gradients
     expected = slow_matrix(deviations)
-    np.testing.assert_allclose(found @ found.T, expected, rtol=2e-3, atol=1e-4 * expected.max())
+    np.testing.assert_allclose(found @ found.T, expected, rtol=1e-9, atol=1e-9 * expected.max())
     covariance = np.linalg.inv(MIXING.T @ MIXING)
     ratio = np.linalg.eigvalsh(np.linalg.solve(covariance, expected))
     assert ratio.max() / ratio.min() < 3 < np.linalg.cond(covariance) / 100
@@ -75,17 +71,47 @@ def test_width_is_that_of_a_gaussian_before_it_is_explored():
     places = drifts.cumsum(0)
     gradients = curvature * places + random.normal(size=drifts.shape)
     # In coordinates that are round already the matrix stays near one.
-    given = (jnp.asarray(x, jnp.float32) for x in (gradients, drifts))
-    states = observed(FullMatrix(first_window=WINDOW), *given)
+    scale = observed("squares", gradients, drifts)
     explored = np.sqrt(places.var(0).sum())
-    assert np.isinf(states.matrix.width[WINDOW])
-    width = states.matrix.last_width[-2]
-    assert explored < 0.1 * width
-    np.testing.assert_allclose(width, np.sqrt(SIZE / curvature), rtol=0.2)
-    assert states.matrix.width[-2] >= width
-    # A chain that is on its way begins again.
-    assert np.isinf(states.matrix.width[-1]) and np.isinf(states.matrix.last_width[-1])
-    assert np.all(np.asarray(states.matrix.entries[-1]) == np.eye(SIZE))
+    assert explored < 0.1 * scale.last_width <= 0.1 * scale.width
+    np.testing.assert_allclose(scale.last_width, np.sqrt(SIZE / curvature), rtol=0.2)
+
+
+def test_public_transformation_divides_by_the_scale_before():
+    """And forgets a gradient that is not finite, which passes through."""
+    rng, tx = np.random.default_rng(0), optax_smile.scale_by_gradient_noise()
+    gradients = rng.standard_normal(8) + np.geomspace(0.1, 10, 8) * rng.standard_normal((80, 8))
+    update, state = jax.jit(tx.update), tx.init(jnp.zeros(8))
+    for count, gradient in enumerate(gradients.astype(np.float32)):
+        for bad in (np.nan, -np.inf, 1e25) if count in (0, 1, 20) else ():
+            poisoned = np.where(np.arange(8) == 2, np.float32(bad), gradient)
+            updates, unchanged = update(poisoned, state)
+            chex.assert_trees_all_equal(unchanged, state)
+            assert np.isfinite(updates[2]) == np.isfinite(bad)
+            assert np.all(np.isfinite(np.delete(updates, 2)))
+        updates, state = update(gradient, state)
+        inverse = np.diag(observed("differences", gradients[:count], None, False, 64).A)
+        np.testing.assert_allclose(updates, gradient * inverse, rtol=2e-5)
+    assert np.ptp(inverse) > 1
+    assert sum(leaf.size == 8 for leaf in jax.tree.leaves(state)) == 3
+
+
+def test_extreme_gradients_stay_finite():
+    """Among ordinary ones at every third of the first 30 calls, and alone."""
+    tx, calls = optax_smile.scale_by_gradient_noise(), np.arange(300)
+    alone = np.array(EXTREME, np.float32)[:, None] * np.where(calls % 2, -1, 1)[:, None]
+    is_ordinary = (calls % 3 == 0) & (calls < 30)
+    mixed = np.where(is_ordinary[:, None], np.array([1.0, -2.0, 0.5, 0.0]), alone)
+
+    def call(state: Any, gradient):
+        updates, state = tx.update(gradient, state)
+        return state, (updates, state, state.inverse_scale())
+
+    each = jax.vmap(lambda x: jax.lax.scan(call, tx.init(jnp.zeros(4)), x)[1])
+    trace = jax.jit(each)(np.concatenate([alone, mixed]).astype(np.float32))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(trace))
+    inverse = np.asarray(trace[2], float)
+    np.testing.assert_allclose(np.mean(inverse**-2, axis=-1), 1, rtol=1e-5)
 
 
 def test_extreme_gradients_keep_the_matrix_finite():
@@ -100,26 +126,6 @@ def test_extreme_gradients_keep_the_matrix_finite():
     each = jax.jit(jax.vmap(lambda x: jax.lax.scan(call, start, x)[1]))(alone)
     matrix = each.arrays.dynamics.preconditioner.matrix
     assert np.all(np.isfinite(matrix.entries)) and np.all(np.isfinite(matrix.next_entries))
-
-
-def test_a_rejected_step_goes_back_in_the_coordinates_of_its_drift():
-    """Also right after the matrix has changed."""
-    tx: Any = quick_psmile(0.1, num_data=1, prior_precision=0.0, key=0)
-    gradients = np.float32(np.random.default_rng(4).normal(size=(40, SIZE)) @ MIXING)
-
-    def call(carry, gradient):
-        params, state = carry
-        start = optax_smile.last_accepted(state, params)
-        back, _ = tx.update(jnp.full_like(gradient, jnp.nan), state, params)
-        updates, after = tx.update(gradient, state, params)
-        found = optax.apply_updates(params, back), start
-        matrix = after.arrays.dynamics.preconditioner.matrix.entries
-        return (optax.apply_updates(params, updates), after), (found, matrix)
-
-    start = jnp.ones(SIZE), tx.init(jnp.ones(SIZE))
-    (returned, begun), matrices = jax.jit(lambda x: jax.lax.scan(call, start, x)[1])(gradients)
-    np.testing.assert_allclose(returned, begun, atol=1e-6)
-    assert np.any(np.diff(matrices, axis=0), axis=(1, 2)).sum() >= 4
 
 
 @pytest.mark.parametrize("integrator", ["leapfrog", "minimal_norm"])
