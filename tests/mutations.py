@@ -3,6 +3,7 @@
     python tests/mutations.py --output mutations.jsonl [--only TEXT ...]
     python tests/mutations.py --list stages/integrator.py Momentum.kick
     python tests/mutations.py --draw 25 --seed 3
+    python tests/mutations.py --rename
 
 A defect is an operator at a place in a named function: "swap the sign of the second sum". It needs
 no text of the function, so it survives a rewrite that keeps the name; `--list` shows the places.
@@ -399,6 +400,19 @@ def draw(number: int, seed: int) -> list[Defect]:
     return [random_.choice(defects)[0] for defects in found if defects][:number]
 
 
+def rename(package: Path):
+    """Give all classes of `stages` other names, but for those of the public interface."""
+    public = re.findall(r"[A-Z]\w+", (package / "__init__.py").read_text())
+    paths = sorted((package / "stages").glob("*.py"))
+    found = {
+        x for path in paths for x in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
+    }
+    private = "|".join(sorted(found - set(public)))
+    for path in package.rglob("*.py"):
+        path.write_text(re.sub(rf"\b({private})\b", r"\1Renamed", path.read_text()))
+    print("renamed:", private.replace("|", ", "))
+
+
 def check(chosen: list[Defect]) -> list[str]:
     """Say what is out of date: functions, places and tests that are gone."""
     wrong = []
@@ -452,6 +466,7 @@ def main():
     parser.add_argument("--list", nargs=2, metavar=("FILE", "FUNCTION"), help="show its places")
     parser.add_argument("--draw", type=int, help="try so many random ones instead")
     parser.add_argument("--seed", type=int, default=0, help="of those")
+    parser.add_argument("--rename", action="store_true", help="private classes of stages instead")
     given = parser.parse_args()
     if given.list:
         print(*(f"{one.operator} {one.place}: {x}" for one, x in places(*given.list)), sep="\n")
@@ -468,6 +483,9 @@ def main():
         shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(*NOT_COPIED))
         found = run(root, "-c", f"import {PACKAGE}; print({PACKAGE}.__file__)").stdout.strip()
         assert Path(found).is_relative_to(root), f"{PACKAGE} would be imported from {found}"
+        if given.rename:
+            rename(root / PACKAGE)
+            sys.exit(subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=root).returncode)
         for tests in dict.fromkeys(one.tests for one in chosen):
             sound[tests] = test(root, tests)
             print("without a defect:", *tests, *sound[tests], flush=True)
