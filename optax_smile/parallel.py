@@ -222,10 +222,11 @@ def init(
     if mesh is not None:
         own = optax.tree.map_params(
             sampler,
-            lambda _, like: like,
+            lambda leaf, like: leaf if _is_missing(leaf) else like,
             jax.eval_shape(jax.vmap(sampler.init), params),
             of_params,
             transform_non_params=lambda _: _chain_sharding(mesh),
+            is_leaf=_is_missing,
         )
     compiled = functools.partial(jax.jit, out_shardings=own)
     state = _reuse.Program(over_chains(sampler.init, mesh=mesh), compiled, mesh)(params)
@@ -251,6 +252,11 @@ def init(
 def _is_random_key(_, value: object) -> bool:
     """Return whether a leaf is a random key, not a moment of a layer called `key` (attention)."""
     return getattr(value, "dtype", None) == jnp.uint32
+
+
+def _is_missing(leaf: object) -> bool:
+    """Return whether a state has no array in the place of this leaf of the parameters."""
+    return leaf is None or isinstance(leaf, optax.MaskedNode)
 
 
 def _chain_sharding(mesh: Mesh) -> NamedSharding:

@@ -1,7 +1,8 @@
 """What holds for every public sampler, and for what the families of dynamics share.
 
 Samplers are found by listing the folder. What their dynamics do alike is tested on three of them.
-Where the state lies on several devices: `devices/test_sharded_states.py`.
+Inside wrappers and in all kinds of loops: `test_wrappers.py`. Where the state lies on several
+devices: `devices/test_sharded_states.py`.
 """
 
 import contextlib
@@ -330,24 +331,6 @@ def test_a_given_step_size_is_the_step_size(case, no_jit):
         after: Any = jax.jit(functools.partial(tx.update, value=1.0))(PARAMS, state, PARAMS)[1]
     assert types(after) == types(state)
     np.testing.assert_allclose(stats(after).step_size, 0.5, rtol=1e-5)
-
-
-def test_wrappers_change_nothing(no_jit, case="sghmc"):
-    """Of Optax: what each passes on gives what the sampler alone gives; more in call forms."""
-    inner, start = make(case), PARAMS["layer"]
-    calls = [(grads["layer"], loss) for grads, loss in GRADIENTS]
-    expected = follow(inner, start, calls)
-    assert_close(follow(optax.apply_if_finite(inner, 5), start, calls), expected)
-    doubles = [(scale(2.0, grads), loss) for grads, loss in calls]
-    assert_close(follow(optax.chain(optax.scale(0.5), inner), start, doubles), expected)
-    # The mean gradient of several batches, and the last loss.
-    halves = [half for g, x in calls for half in ((scale(0.5, g), 1e3), (scale(1.5, g), x))]
-    assert_close(follow(optax.MultiSteps(inner, 2), start, halves), expected)
-    params, told, last = follow(inner, {"w": start["w"]}, [({"w": g["w"]}, x) for g, x in calls])
-    of_w = optax.masked(inner, {"w": True, "b": False})
-    masked = optax.chain(of_w, optax.masked(optax.set_to_zero(), {"w": False, "b": True}))
-    alone = {**params, "b": start["b"]}, told, {**last, "b": start["b"]}
-    assert_close(follow(masked, start, calls), alone)
 
 
 @shared_cases

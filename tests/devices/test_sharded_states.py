@@ -1,4 +1,4 @@
-"""States of samplers, sums and noise where each array lies on several devices."""
+"""States of samplers, sums, noise and chains where each array lies on several devices."""
 
 import functools
 import re
@@ -11,12 +11,14 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from runs import as_read
-from test_contract import PARAMS, advance, assert_close, batch, make, mean_loss, run, scale
+from runs import as_read, nightly
+from test_contract import PARAMS, advance, assert_close, batch, make, run, scale
+from test_wrappers import SEVERAL_DEVICES, WRAPPERS, assert_plain_chain
 
 import optax_smile
 
-BATCHES = [batch(call) for call in range(4)]
+# Chains of nightly tests are those of fast ones.
+OPTIMIZED = False
 COLLECTIVES = r"(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
 
 
@@ -140,36 +142,12 @@ def test_three_hundred_sharded_leaves_take_three_collectives():
     assert 1 <= len(re.findall(COLLECTIVES, text)) <= 3
 
 
-def test_tracked_parameters_are_sharded_and_no_others_needed():
-    mesh, params = shard(AxisType.Explicit)
-    tx = optax_smile.tracked(make("sghmc"))
-    expected = tx.update(PARAMS, tx.init(PARAMS))
-    with jax.set_mesh(mesh):
-        start = tx.init(params)
-        assert_sharded_like(start, params)
-        for update in (tx.update, jax.jit(tx.update)):
-            updates, state = update(params, start)
-            assert_sharded_like((updates, state), params)
-            assert_close((updates, state), as_read(expected, (updates, state)))
-            assert_close(optax_smile.last_accepted(state), PARAMS)
+# `optax.tree.map_params` cannot map over the state of `optax.flatten`.
+FAST, MAPPED = ("tracked", "partition"), [name for name in WRAPPERS if name != "flatten"]
 
 
-def test_chains_in_a_shard_map_need_no_parameters():
-    tx = optax_smile.tracked(make("sghmc"))
-    mesh = jax.make_mesh((8,), ("chain",), axis_types=(AxisType.Auto,))
-    chains = jax.tree.map(lambda x: jnp.stack([x + i for i in range(8)]), PARAMS)
-    states = optax_smile.parallel.init(tx, chains, mesh=mesh, key=0)
-
-    def calls(state):
-        def call(state, batch):
-            loss, grads = jax.value_and_grad(mean_loss)(state.tracked_params, batch)
-            return tx.update(grads, state, loss=loss)[1], None
-
-        state, _ = jax.lax.scan(call, state, jax.tree.map(lambda *x: jnp.stack(x), *BATCHES))
-        return optax_smile.last_accepted(state), optax_smile.stats(state)
-
-    spec = jax.P("chain")
-    apart = jax.shard_map(jax.vmap(calls), mesh=mesh, in_specs=spec, out_specs=spec)
-    found, told = jax.jit(apart)(states)
-    assert_close((found, told), jax.jit(jax.vmap(calls))(states))
-    assert not told.is_altered.any() and (told.num_gradients == len(BATCHES)).all()
+@pytest.mark.parametrize("loop", SEVERAL_DEVICES)
+@pytest.mark.parametrize("wrapper", [x if x in FAST else nightly(x) for x in MAPPED])
+def test_the_chain_is_that_of_one_device(wrapper, loop):
+    """Chains on several devices, and a chain on several devices."""
+    assert_plain_chain(wrapper, loop)

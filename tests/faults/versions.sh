@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 MPLBACKEND=Agg PYTHONPATH=$PWD
 TOOLS=(pytest pytest-xdist hypothesis chex tqdm)
 TESTS=(tests/test_{contract,stationarity,run,resume,sampling,warmstart,wrong_likelihood}.py)
 # What the extras are for.
-OTHERS=(tests/test_{dropin,plots,predict,snapshots}.py)
+OTHERS=(tests/test_{plots,predict,snapshots,wrappers}.py)
 QUICK=(tests/test_run.py optax_smile/samplers)
 TOLD='^(jax|jaxlib|optax|flax|numpy|orbax-checkpoint|safetensors|arviz|chex)=='
 
@@ -34,7 +34,7 @@ for age in "${ages[@]}"; do
   python3 -m venv "$work/$age"
   requirements "$age" > "$work/$age.txt"
   tests=("${TESTS[@]}")
-  [ "$age" = oldest ] || { tests+=("${OTHERS[@]}") && TOOLS+=(equinox grain); }
+  [ "$age" = oldest ] || { tests+=("${OTHERS[@]}") && TOOLS+=(cloudpickle equinox grain); }
   [ -z "$quick" ] || tests=("${QUICK[@]}")
   "$work/$age/bin/pip" install -qq --upgrade --upgrade-strategy eager . -r "$work/$age.txt" "${TOOLS[@]}"
   echo "== $age: $("$work/$age/bin/pip" freeze | grep -E "$TOLD" | tr '\n' ' ')"
