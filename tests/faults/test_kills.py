@@ -216,42 +216,6 @@ def check_draws(life: Life, expected: Any, at_least: int) -> int:
     return number
 
 
-def finish(life: Life, expected: Any):
-    with begin(life._replace(minutes=60, pause=0, place=None)) as process:
-        output, _ = process.communicate(timeout=2 * PATIENCE)
-    assert process.returncode == 0 and output.endswith("finished\n")
-    assert check_draws(life, expected, life.num_draws) == life.num_draws
-    assert not list(life.folder.glob(".draw*"))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("form", FORMS)
-def test_kill_at_any_moment(tmp_path, form, full, record):
-    """With a checkpoint at every step, and, every other time, with many draws between two.
-
-    The first kill of a warm start falls into its training, and more of the first half may.
-    """
-    kills = KILLS if full else FEW_KILLS
-    life = Life(form, str(tmp_path / "run"), kills * DRAWS_PER_LIFE, pause=PAUSE)
-    expected = run(life._replace(directory=None, pause=0))
-    generator, kept = np.random.default_rng(FORMS.index(form)), [0]
-    for kill in range(kills):
-        with begin(life._replace(minutes=0.0 if kill % 2 else 0.003)) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "running\n"
-            if kill % 2 and (form != "warm start" or kill > kills / 2):
-                # However slow the machine is: a life without a draw has nothing to lose.
-                wait_for_draws(life, kept[-1] + 1)
-            time.sleep(generator.uniform(0, 1))
-            assert process.poll() is None, "the run was too short to be killed so often"
-            process.kill()
-        kept.append(check_draws(life, expected, kept[-1]))
-    assert len(set(kept)) > kills / 4, kept
-    assert form != "warm start" or kept[1] == 0, kept
-    finish(life, expected)
-    record("kills at random moments", of=form, cases=kills, silent=0, raw=0, lost=0)
-
-
 def wait_for_draws(life: Life, number: int, processes=()):
     """Wait for files of draws while all processes live."""
     end = time.monotonic() + PATIENCE
@@ -265,19 +229,46 @@ NIGHTLY = (pytest.param(form, marks=pytest.mark.nightly) for form in FORMS)
 
 
 @pytest.mark.parametrize("form", [pytest.param("quick", marks=pytest.mark.slow), *NIGHTLY])
-def test_kill_at_the_worst_moments(tmp_path, form, record):
+def test_a_killed_run_loses_no_draw(tmp_path, form, full, record):
+    """In named places, then at any moment, every other time with many draws between checkpoints.
+
+    All places of a warm start, and the first moment, are in its training.
+    """
     places = WARM_PLACES if form == "warm start" else QUICK if form == "quick" else PLACES
-    form = "loop" if form == "quick" else form
-    life = Life(form, str(tmp_path / "run"), FEW_KILLS * DRAWS_PER_LIFE, minutes=0)
-    expected, kept = run(life._replace(directory=None)), 0
+    kills, form = (
+        0 if form == "quick" else KILLS if full else FEW_KILLS,
+        form.replace("quick", "loop"),
+    )
+    life = Life(form, str(tmp_path / "run"), (FEW_KILLS + kills) * DRAWS_PER_LIFE)
+    expected, kept = run(life._replace(directory=None)), [0]
     for place in places:
-        with begin(life._replace(place=place)) as process:
+        with begin(life._replace(place=place, minutes=0)) as process:
             process.communicate(timeout=PATIENCE)
         assert process.returncode == -signal.SIGKILL, place
-        kept = check_draws(life, expected, kept)
-    assert kept < 50 and (kept > 0) == (form != "warm start")
-    finish(life, expected)
+        kept.append(check_draws(life, expected, kept[-1]))
+    assert kept[-1] < 50 and (kept[-1] > 0) == (form != "warm start")
     record("kills in named places", of=form, cases=len(places), silent=0, raw=0, lost=0)
+    generator, first = np.random.default_rng(FORMS.index(form)), len(kept)
+    for kill in range(kills):
+        with begin(life._replace(minutes=0.0 if kill % 2 else 0.003, pause=PAUSE)) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "running\n"
+            if kill % 2 and (form != "warm start" or kill > kills / 2):
+                # However slow the machine is: a life without a draw has nothing to lose.
+                wait_for_draws(life, kept[-1] + 1)
+            time.sleep(generator.uniform(0, 1))
+            assert process.poll() is None, "the run was too short to be killed so often"
+            process.kill()
+        kept.append(check_draws(life, expected, kept[-1]))
+    assert len(set(kept[first - 1 :])) > kills / 4, kept
+    assert form != "warm start" or kept[first] == 0, kept
+    with begin(life) as process:
+        output, _ = process.communicate(timeout=2 * PATIENCE)
+    assert process.returncode == 0 and output.endswith("finished\n")
+    assert check_draws(life, expected, life.num_draws) == life.num_draws
+    assert not list(life.folder.glob(".draw*"))
+    if kills:
+        record("kills at random moments", of=form, cases=kills, silent=0, raw=0, lost=0)
 
 
 @contextlib.contextmanager
