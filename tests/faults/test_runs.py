@@ -276,7 +276,9 @@ class Disturbed(RuleBasedStateMachine):
         self.trap = happens and (self.num_read + wait, happens)
         closing = run if way in CLOSING else contextlib.nullcontext()
         with contextlib.suppress(KeyboardInterrupt, runs.Crash), closing:
-            for _ in self.loop(number):
+            for made, _ in enumerate(self.loop(number), 1):
+                if made < number:
+                    continue
                 if way == "break":
                     break
                 IN_BODY.get(way, lambda: None)()
@@ -378,7 +380,7 @@ class Disturbed(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-@pytest.mark.parametrize("number", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [2, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_the_draws_are_those_of_a_run_in_peace(kind, number, full):
     settings = hypothesis.settings(
