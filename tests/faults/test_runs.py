@@ -133,8 +133,9 @@ def power_failure(directory: Path, copy: Path, number: int):
         shutil.copytree(directory, copy, ignore=shutil.ignore_patterns(*ignored))
         for file in unsynced:
             (copy / file).write_bytes(b"")
-        for file in nameless:
-            (copy / file).unlink()
+        # The thread that writes draws may go on meanwhile.
+        for file in nameless.copy():
+            (copy / file).unlink(missing_ok=True)
 
     def note_sync(descriptor):
         fsync(descriptor)
