@@ -405,6 +405,7 @@ def test_every_way_out_of_a_loop_loses_nothing(way):
         machine.draw(way, 2, 6, 60)
         machine.resume(0)
     machine.store(True, 0)
+    machine.finish(1, True)
     machine.teardown()
 
 
