@@ -183,9 +183,9 @@ samplers/* test_langevin.py
 potential.py test_reference.py test_potential.py test_contract.py
 diagnostics/* test_diagnostics.py
 draws/predict.py test_predict.py devices/test_predict_on_meshes.py
-draws/* test_snapshots.py test_runs.py
-_disk.py test_runs.py
-chains/_directory.py test_runs.py test_sampling.py
+draws/* test_snapshots.py faults/test_runs.py faults/test_directories.py
+_disk.py faults/test_directories.py faults/test_runs.py
+chains/_directory.py faults/test_runs.py test_sampling.py
 chains/* test_centers.py
 """
 # "# file", then of each defect the function, the operator and its place, and what is broken.

@@ -147,6 +147,15 @@ def run(directory: Any = None, loss=mean_loss, params=None, sampler=None, **argu
     return optax_smile.sample(loss, params, batches, sampler, directory=directory, **given)
 
 
+def begin(directory: Any = None, loss=mean_loss, params=None, sampler=None, **arguments):
+    """The same as a run that advances on request."""
+    given = {"key": 0, "checkpoint_minutes": 60, "batches": regression(), **arguments}
+    if callback := given.pop("callback", None):
+        given["batches"] = Watched(given["batches"], callback)
+    what: Any = loss, params or start(), given.pop("batches"), sampler or stub()
+    return optax_smile.Run(*what, directory=directory, **given)
+
+
 def run_early(num_draws: int, /, *given, **arguments):
     """A run that ends early, with so many draws."""
     ended, stopped = f"ended early with {num_draws} of ", f"was stopped .* and {num_draws} draw"
@@ -192,6 +201,29 @@ def at(number: int, happens):
 def checkpoints_in(directory: Path) -> list[int]:
     """Numbers of gradients of the checkpoints."""
     return sorted({int(file.name[11:21]) for file in directory.glob("checkpoint-*.part-*")})
+
+
+DAMAGES = "flip", "cut", "lengthen", "blank", "delete", "swap"
+
+
+def hurt(kind: str, files: list[Path], generator: np.random.Generator) -> list[Path]:
+    """Change the content of a file, delete it, or swap it with another, and return which."""
+    file, other = (files[generator.integers(len(files))] for _ in range(2))
+    mine, theirs = file.read_bytes(), other.read_bytes()
+    at, bit = generator.integers(len(mine)), 1 << generator.integers(8)
+    contents = {
+        "flip": mine[:at] + bytes([mine[at] ^ bit]) + mine[at + 1 :],
+        "cut": mine[:at],
+        "lengthen": mine + generator.bytes(int(generator.integers(1, 100))),
+        # As a disk does that has lost a sector.
+        "blank": mine[:at] + bytes(len(mine[at : at + 64])) + mine[at + 64 :],
+        "swap": theirs,
+    }
+    file.unlink() if kind == "delete" else file.write_bytes(contents[kind])
+    if kind != "swap":
+        return [file]
+    other.write_bytes(mine)
+    return [file, other]
 
 
 def content_of(directory: Path) -> dict[str, bytes]:

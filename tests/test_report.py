@@ -3,9 +3,12 @@
 import base64
 import html
 import io
+import json
 import re
+import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +115,8 @@ def test_a_damaged_prediction_is_named_and_the_page_before_stays(run, draws, tmp
     assert "<h2>Scores" not in page and "<1>" not in page
     report.store(run, "test", predict(draws), targets=LABELS)
     content = file.read_bytes()
-    for damaged in content[:-200], b"", b"x" * 99:
+    flipped = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+    for damaged in content[:-200], b"", b"x" * 99, flipped:
         file.write_bytes(damaged)
         refused("The stored prediction .*test.* is damaged", report.write, run, path)
     assert path.read_text() == page and len(list(path.parent.iterdir())) == 1
@@ -155,3 +159,17 @@ def test_what_does_not_fit_is_named(run, draws, tmp_path):
         ValueError, match=r"write\(output=...\)` must be a path that ends in .html or"
     ):
         report.write(run, tmp_path / "a.txt")
+
+
+def test_no_text_of_a_user_is_part_of_the_page(run, draws, tmp_path):
+    script, copy = "<script>alert('1')</script>\"'", Path(shutil.copytree(run, tmp_path / "run"))
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest.pop("checksum")
+    manifest["settings"] |= {script: script, "key": {script: script}}
+    manifest["settings"]["sampler"] = {"name": script, script: [script]}
+    manifest["versions"][script] = script
+    checksum = f"{zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
+    (copy / "manifest.json").write_text(json.dumps(manifest | {"checksum": checksum}))
+    report.store(copy, "test", predict(draws), targets=LABELS, scores={script: 0.5})
+    page = report.write(copy, tmp_path / f"{script.replace('/', '')}.html").read_text()
+    assert "<script" not in page and page.count("&lt;script&gt;") >= 8

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from runs import stub
 
 import optax_smile
@@ -412,3 +413,54 @@ def test_outputs_of_another_form_are_named(name):
         optax_smile.predict(apply_fn, [jnp.zeros(())] * 2, rows, **given)
     assert len(seen) == bool(said)
     assert not said or re.search(f"looks? like {said}", str(seen[0].message))
+
+
+def summed(params, batch):
+    return len(batch[1]) * runs.mean_loss(params, batch[:2])
+
+
+@pytest.mark.filterwarnings("ignore:.*step_size=")
+def test_a_run_warns_of_a_summed_loss_and_a_small_num_data():
+    """By the halves of a batch, unless `check` is False, or the loss draws random numbers."""
+
+    def dropped(params, batch, *, key):
+        return summed(params, batch) * jax.random.bernoulli(key)
+
+    def graph(params, batch):
+        return summed(params, (batch[0] * batch[2], batch[1]))
+
+    def fixed(params, batch):
+        return runs.mean_loss(params, batch) + jnp.zeros(20) @ batch[1]
+
+    def start(loss, **given):
+        given = {"sampler": stub(1e-4), "num_warmup": 0, "num_draws": 1, "thin": 1} | given
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            runs.run(loss=loss, **given)
+        return " ".join(str(one.message) for one in seen)
+
+    looks, small = "looks like a sum", optax_smile.sgld(1e-5, num_data=5, key=0)
+    assert "num_data=5, but the first batch has 20 examples." in start(summed, sampler=small)
+    assert looks in start(summed, batches=runs.own_batches(), per_chain=True)
+    # Also of batches that share no axis of examples, or that cannot be halved.
+    told = start(graph, batches=[(*batch, np.float32(1)) for batch in runs.regression()])
+    assert re.search("could not test .*, because the arrays of a batch share no axis of ex", told)
+    told = start(fixed)
+    assert re.search("could not test .*, because it rejects half of a batch: ", told)
+    assert looks not in told
+    assert start(summed, check=False, sampler=small) == ""
+    assert looks not in start(dropped, stochastic=True)
+    assert looks not in start(summed, batches=runs.regression(size=1))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_training_warns_of_a_summed_loss(check):
+    def init(key):
+        return {"w": jax.random.normal(key, (2,)), "b": jnp.zeros(())}
+
+    given: Any = {"num_members": 2, "num_epochs": 1, "key": 0, "progress": False, "check": check}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        optax_smile.warmstart(summed, init, runs.regression(), optax.adam(0.1), **given)
+    message = "`warmstart`: the losses .* add up to 1.000 .* `loss_fn` looks like a sum"
+    assert [bool(re.search(message, str(one.message))) for one in seen] == [True] * check

@@ -2,11 +2,10 @@
 
 Forms: `sample`, a loop over `Run`, `sample` on a mesh of two devices, and a start that is trained.
 Two processes of two devices give the draws of one of four, also where one of them dies. Started as
-a script this file is the run: `python test_kills.py LIFE COMPILED`.
+a script this file is the run: `python test_kills.py LIFE`.
 """
 
 import contextlib
-import functools
 import json
 import os
 import signal
@@ -58,9 +57,9 @@ WARM_PLACES = {
 
 
 class Life(NamedTuple):
-    """One process: its form, where it stores, and where it is to die.
+    """A process: `minutes` between checkpoints, `pause` seconds at every batch, and where it dies.
 
-    `minutes` between checkpoints, `pause` seconds at every batch; without a directory, in memory.
+    Without a directory it keeps its draws in memory.
     """
 
     form: str
@@ -83,7 +82,9 @@ class Life(NamedTuple):
 class Told(list):
     """Batches that call `tell` before each."""
 
-    tell = staticmethod(lambda: None)
+    def __init__(self, batches, tell):
+        super().__init__(batches)
+        self.tell = tell
 
     def __iter__(self):
         for batch in super().__iter__():
@@ -96,10 +97,9 @@ def noisy_loss(params, batch, *, key):
     return runs.mean_loss(params, (x + 0.1 * jax.random.normal(key, x.shape), y))
 
 
-def run(life: Life, tell=Told.tell) -> Any:
+def run(life: Life, tell=lambda: None) -> Any:
     """Draws of one of the forms; `tell` is called at every batch."""
-    batches, mesh = Told(runs.regression()), None
-    batches.tell = tell
+    batches, mesh = Told(runs.regression(), tell), None
     params: Any = {"w": np.arange(2.0 * CHAINS, dtype=np.float32).reshape(CHAINS, 2)}
     params["b"] = np.zeros(CHAINS, np.float32)
     both: Any = {"stochastic": True, "checkpoint_minutes": life.minutes, "key": jax.random.key(0)}
@@ -165,11 +165,7 @@ def die_at(place: str, directory: str):
     sys.addaudithook(watch)
 
 
-def main(arguments: str, compiled: str):
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    jax.config.update("jax_compilation_cache_dir", compiled)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+def main(arguments: str):
     life = Life(*json.loads(arguments))
     if life.place is not None:
         die_at(life.place, str(life.folder))
@@ -187,120 +183,108 @@ def main(arguments: str, compiled: str):
     print("finished", flush=True)
 
 
-def begin(life: Life, compiled: Path, output: Any = subprocess.PIPE) -> subprocess.Popen:
-    command = [sys.executable, __file__, json.dumps(life), str(compiled)]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    errors = None if output is subprocess.PIPE else output
-    return subprocess.Popen(command, stdout=output, stderr=errors, text=True, env=env)
-
-
-def count_draws(life: Life, expected: Any, at_least: int) -> int:
-    """Count stored draws, no fewer than before, and require that each has the right bits."""
-    if not (life.folder / "manifest.json").exists():
-        return 0
-    stored = optax_smile.load_snapshots(life.folder)
-    assert stored.num_draws >= at_least
-    for name, values in stored.params.items() if stored.num_draws else ():
-        wanted = expected.params[name][:, : stored.num_draws]
-        assert (values.dtype, values.tobytes()) == (wanted.dtype, wanted.tobytes())
-    steps = [WARMUP + 1 + draw for draw in range(stored.num_draws)]
-    assert not steps or stored.trace["step"].tolist() == [steps] * CHAINS
-    return stored.num_draws
+def begin(life: Life, output: Any = subprocess.PIPE) -> subprocess.Popen:
+    # What a killed process leaves of a compiled program is no other test's.
+    env = {"JAX_COMPILATION_CACHE_DIR": str(life.folder.with_name("compiled"))}
+    env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
+    env |= {"PYTHONPATH": os.pathsep.join(sys.path)}
+    given = {"stdout": output, "stderr": None if output is subprocess.PIPE else output}
+    command = [sys.executable, __file__, json.dumps(life)]
+    return subprocess.Popen(command, text=True, env=os.environ | env, **given)
 
 
 def check_draws(life: Life, expected: Any, at_least: int) -> int:
-    """The same, and that there are files of draws 0, 1, ... without a gap."""
-    number = count_draws(life, expected, at_least)
-    files = sorted(path.name for path in life.folder.glob("draw-*"))
-    chains = f"chains-00000-{CHAINS - 1:05d}"
-    assert files == [f"draw-{i:08d}.{chains}.safetensors" for i in range(number)]
+    """Count stored draws, no fewer than before, and require that each has the right bits.
+
+    Where all chains are in one file, there are files of draws 0, 1, ... without a gap.
+    """
+    if not (life.folder / "manifest.json").exists():
+        return 0
+    stored = optax_smile.load_snapshots(life.folder)
+    number = stored.num_draws
+    assert number >= at_least
+    if number:
+        for name, values in stored.params.items():
+            wanted = expected.params[name][:, :number]
+            assert (values.dtype, values.tobytes()) == (wanted.dtype, wanted.tobytes())
+        steps = [WARMUP + 1 + draw for draw in range(number)]
+        assert stored.trace["step"].tolist() == [steps] * CHAINS
+    if life.number == 1:
+        files = sorted(path.name for path in life.folder.glob("draw-*"))
+        chains = f"chains-00000-{CHAINS - 1:05d}"
+        assert files == [f"draw-{i:08d}.{chains}.safetensors" for i in range(number)]
     return number
 
 
-def finish(life: Life, compiled: Path, expected: Any):
-    with begin(life._replace(minutes=60, pause=0, place=None), compiled) as process:
-        output, _ = process.communicate(timeout=2 * PATIENCE)
-    assert process.returncode == 0 and output.endswith("finished\n")
-    assert check_draws(life, expected, life.num_draws) == life.num_draws
-    assert not list(life.folder.glob(".draw*"))
-
-
-@functools.cache
-def expected_of(form: str, num_draws: int) -> Any:
-    return run(Life(form, None, num_draws))
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("form", FORMS)
-def test_kill_at_any_moment(tmp_path, compiled, form, full, record):
-    """With a checkpoint at every step, and, every other time, with many draws between two.
-
-    The first kill of a warm start falls into its training, and more of the first half may.
-    """
-    kills = KILLS if full else FEW_KILLS
-    life = Life(form, str(tmp_path / "run"), kills * DRAWS_PER_LIFE, pause=PAUSE)
-    expected = expected_of(form, life.num_draws)
-    generator, kept = np.random.default_rng(FORMS.index(form)), [0]
-    for kill in range(kills):
-        with begin(life._replace(minutes=0.0 if kill % 2 else 0.003), compiled) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "running\n"
-            if kill % 2 and (form != "warm start" or kill > kills / 2):
-                # However slow the machine is: a life without a draw has nothing to lose.
-                end = time.monotonic() + PATIENCE
-                while len(list(life.folder.glob("draw-*"))) <= kept[-1]:
-                    assert time.monotonic() < end
-                    time.sleep(PAUSE)
-            time.sleep(generator.uniform(0, 1))
-            assert process.poll() is None, "the run was too short to be killed so often"
-            process.kill()
-        kept.append(check_draws(life, expected, kept[-1]))
-    assert len(set(kept)) > kills / 4, kept
-    assert form != "warm start" or kept[1] == 0, kept
-    finish(life, compiled, expected)
-    record("kills at random moments", of=form, cases=kills, silent=0, raw=0, lost=0)
+def wait_for_draws(life: Life, number: int, processes=()):
+    """Wait for files of draws while all processes live."""
+    end = time.monotonic() + PATIENCE
+    while len(list(life.folder.glob("draw-*"))) < number:
+        assert all(process.poll() is None for process in processes), logs_of(life)
+        assert time.monotonic() < end
+        time.sleep(PAUSE)
 
 
 NIGHTLY = (pytest.param(form, marks=pytest.mark.nightly) for form in FORMS)
 
 
 @pytest.mark.parametrize("form", [pytest.param("quick", marks=pytest.mark.slow), *NIGHTLY])
-def test_kill_at_the_worst_moments(tmp_path, compiled, form, record):
+def test_a_killed_run_loses_no_draw(tmp_path, form, full, record):
+    """In named places, then at any moment, every other time with many draws between checkpoints.
+
+    All places of a warm start, and the first moment, are in its training.
+    """
     places = WARM_PLACES if form == "warm start" else QUICK if form == "quick" else PLACES
-    form = "loop" if form == "quick" else form
-    life = Life(form, str(tmp_path / "run"), FEW_KILLS * DRAWS_PER_LIFE, minutes=0)
-    expected, kept = expected_of(form, life.num_draws), 0
+    kills, form = (
+        0 if form == "quick" else KILLS if full else FEW_KILLS,
+        form.replace("quick", "loop"),
+    )
+    life = Life(form, str(tmp_path / "run"), (FEW_KILLS + kills) * DRAWS_PER_LIFE)
+    expected, kept = run(life._replace(directory=None)), [0]
     for place in places:
-        with begin(life._replace(place=place), compiled) as process:
+        with begin(life._replace(place=place, minutes=0)) as process:
             process.communicate(timeout=PATIENCE)
         assert process.returncode == -signal.SIGKILL, place
-        kept = check_draws(life, expected, kept)
-    assert kept < 50 and (kept > 0) == (form != "warm start")
-    finish(life, compiled, expected)
+        kept.append(check_draws(life, expected, kept[-1]))
+    assert kept[-1] < 50 and (kept[-1] > 0) == (form != "warm start")
     record("kills in named places", of=form, cases=len(places), silent=0, raw=0, lost=0)
+    generator, first = np.random.default_rng(FORMS.index(form)), len(kept)
+    for kill in range(kills):
+        with begin(life._replace(minutes=0.0 if kill % 2 else 0.003, pause=PAUSE)) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "running\n"
+            if kill % 2 and (form != "warm start" or kill > kills / 2):
+                # However slow the machine is: a life without a draw has nothing to lose.
+                wait_for_draws(life, kept[-1] + 1)
+            time.sleep(generator.uniform(0, 1))
+            assert process.poll() is None, "the run was too short to be killed so often"
+            process.kill()
+        kept.append(check_draws(life, expected, kept[-1]))
+    assert len(set(kept[first - 1 :])) > kills / 4, kept
+    assert form != "warm start" or kept[first] == 0, kept
+    with begin(life) as process:
+        output, _ = process.communicate(timeout=2 * PATIENCE)
+    assert process.returncode == 0 and output.endswith("finished\n")
+    assert check_draws(life, expected, life.num_draws) == life.num_draws
+    assert not list(life.folder.glob(".draw*"))
+    if kills:
+        record("kills at random moments", of=form, cases=kills, silent=0, raw=0, lost=0)
 
 
 @contextlib.contextmanager
-def pair(life: Life, compiled: Path):
+def pair(life: Life):
     """Start two processes that meet at a free port; none of them outlives the test."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        life = life._replace(number=2, address=f"127.0.0.1:{free.getsockname()[1]}")
-    processes = []
-    for number in range(2):
-        with log_of(life, number).open("w") as output:
-            processes.append(begin(life._replace(process=number), compiled, output))
-    try:
+        life = life._replace(address=f"127.0.0.1:{free.getsockname()[1]}")
+    with contextlib.ExitStack() as ending:
+        processes = []
+        for number in range(2):
+            output = ending.enter_context(log_of(life, number).open("w"))
+            processes.append(process := begin(life._replace(process=number), output))
+            ending.callback(process.wait)
+            ending.callback(process.kill)
         yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def log_of(life: Life, number: int) -> Path:
@@ -311,25 +295,20 @@ def logs_of(life: Life) -> str:
     return "\n".join(log_of(life, number).read_text() for number in range(2))
 
 
-def run_pair(life: Life, compiled: Path) -> list[int]:
+def run_pair(life: Life) -> list[int]:
     """Run to the end, and return the exit codes."""
-    with pair(life, compiled) as processes:
+    with pair(life) as processes:
         return [process.wait(2 * PATIENCE) for process in processes]
 
 
 @pytest.fixture
 def life(tmp_path) -> Life:
-    return Life("mesh", str(tmp_path / "run"), 200)
-
-
-def expected_of_pair(life: Life) -> Any:
-    """The draws of one process of four devices, which are trained first."""
-    return run(life._replace(number=2, directory=None))
+    return Life("mesh", str(tmp_path / "run"), 200, number=2)
 
 
 @pytest.mark.slow
-def test_processes_that_leave_a_loop_alone_are_told(life, compiled):
-    assert 0 not in run_pair(life._replace(form="leave alone"), compiled)
+def test_processes_that_leave_a_loop_alone_are_told(life):
+    assert 0 not in run_pair(life._replace(form="leave alone"))
     for number in range(2):
         text = log_of(life, number).read_text()
         assert "left the loop over `Run.draws`. All must leave" in text, text
@@ -337,40 +316,37 @@ def test_processes_that_leave_a_loop_alone_are_told(life, compiled):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("form", ["mesh2", "mesh4", "leave together"])
-def test_two_processes_give_the_draws_of_one(life, compiled, form):
+def test_two_processes_give_the_draws_of_one(life, form):
     """If four devices share a batch, one holds all chains, and sums are rounded otherwise."""
     life = life._replace(form=form, num_draws=20)
-    expected = expected_of_pair(life)
-    assert run_pair(life, compiled) == [0, 0], logs_of(life)
+    # Of one process of four devices.
+    expected = run(life._replace(directory=None))
+    assert run_pair(life) == [0, 0], logs_of(life)
     if form == "mesh4":
         got = optax_smile.load_snapshots(life.folder)
         chex.assert_trees_all_close(got.params, expected.params, rtol=1e-5, atol=1e-5)
     else:
-        assert count_draws(life, expected, 20) == 20
+        assert check_draws(life, expected, 20) == 20
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", ["signal", 0, 1])
-def test_one_of_two_processes_is_ended(life, compiled, way):
+def test_one_of_two_processes_is_ended(life, way):
     """By a signal, which ends both in order, or killed, which ends the other and loses no draw."""
-    expected, slow = expected_of_pair(life), life._replace(minutes=0, pause=PAUSE)
-    with pair(slow, compiled) as processes:
-        end = time.monotonic() + PATIENCE
-        while len(list(life.folder.glob("draw-*"))) < 5 * 4:
-            assert all(process.poll() is None for process in processes), logs_of(life)
-            assert time.monotonic() < end
-            time.sleep(PAUSE)
+    expected, slow = run(life._replace(directory=None)), life._replace(minutes=0, pause=PAUSE)
+    with pair(slow) as processes:
+        wait_for_draws(life, 5 * 4, processes)
         if way == "signal":
             processes[1].send_signal(signal.SIGTERM)
             assert [process.wait(PATIENCE) for process in processes] == [0, 0]
             assert logs_of(life).count("`sample` was stopped by SIGTERM") == 2
-            assert max(runs.checkpoints_in(life.folder)) == WARMUP + count_draws(life, expected, 5)
+            assert max(runs.checkpoints_in(life.folder)) == WARMUP + check_draws(life, expected, 5)
         else:
             processes[way].kill()
             assert processes[1 - way].wait(60) != 0
-    assert count_draws(life, expected, 5) < life.num_draws
-    assert run_pair(life, compiled) == [0, 0], logs_of(life)
-    assert count_draws(life, expected, life.num_draws) == life.num_draws
+    assert check_draws(life, expected, 5) < life.num_draws
+    assert run_pair(life) == [0, 0], logs_of(life)
+    assert check_draws(life, expected, life.num_draws) == life.num_draws
 
 
 if __name__ == "__main__":

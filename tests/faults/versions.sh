@@ -8,10 +8,10 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1 MPLBACKEND=Agg PYTHONPATH=$PWD
 TOOLS=(pytest pytest-xdist hypothesis chex tqdm)
-TESTS=(tests/test_{contract,stationarity,run,resume,sampling,warmstart,wrong_likelihood}.py)
+TESTS=(tests/test_{contract,stationarity,sampling,warmstart,wrong_likelihood}.py tests/faults/test_runs.py)
 # What the extras are for.
 OTHERS=(tests/test_{plots,predict,snapshots,wrappers}.py)
-QUICK=(tests/test_run.py optax_smile/samplers)
+QUICK=(tests/faults/test_runs.py optax_smile/samplers)
 TOLD='^(jax|jaxlib|optax|flax|numpy|orbax-checkpoint|safetensors|arviz|chex)=='
 
 # What users install, one requirement a line; with "==" for ">=" where the oldest is wanted.
