@@ -1,41 +1,24 @@
 """Every table and figure of the paper: what it shows, its figures, ours, and how to run ours."""
+# pandas has no stubs, and its methods several return types.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import stdev
 from typing import Any, NamedTuple
 
-from benchmarks.pivot import (
-    Cell,
-    Pick,
-    Table,
-    View,
-    each,
-    join,
-    look,
-    mean_error,
-    number,
-    short,
-    text,
-    value_error,
-)
+from benchmarks.frames import mean_error, number, short, text_of, value_error
+
+import numpy as np
+import pandas as pd
 
 # In full: size, methods, chains and splits of the paper. In part, or not at all.
 FULL, PART, NONE = "●", "◐", "○"
-TARGETS, NOISES = (
-    ("gaussian", "rosenbrock", "funnel"),
-    ("isotropic", "diagonal", "correlated", "varied"),
-)
+TARGETS = ("gaussian", "rosenbrock", "funnel")
+NOISES = ("isotropic", "diagonal", "correlated", "varied")
 DATA = ("airfoil", "bikesharing", "energy")
 ENSEMBLE, SGHMC, CYCLES = "deep ensemble", "scale_adapted_sghmc", "cyclical_sgld"
-NAMES = {
-    SGHMC: "SGHMC",
-    CYCLES: "cSGLD",
-    "smile_naive": "SMILE-naive",
-    "psmile_naive": "pSMILE-naive",
-    "smile": "SMILE",
-    "psmile": "pSMILE",
-    "paper's smile": "SMILE",
-}
+NAMES = {SGHMC: "SGHMC", CYCLES: "cSGLD", "smile": "SMILE", "psmile": "pSMILE"}
+NAMES |= {"smile_naive": "SMILE-naive", "psmile_naive": "pSMILE-naive", "paper's smile": "SMILE"}
 # Our samplers, where those of the paper are called "... published".
 OWN = ("smile", "psmile")
 BREAK = "<br>"
@@ -43,6 +26,24 @@ BREAK = "<br>"
 MISSING, HALF_AS_LONG, FEWER = "–", " (half)", " (short)"
 ANALYTIC = "`correctness/analytic.py --preset paper`"
 UCI = "† `prediction/uci.py --protocol published --num-gradients N`"
+FILES = ("analytic", "paper", "uci", "networks", "appendix")
+
+
+class Source:
+    """Frames of the files; `used` are the records that were found in them."""
+
+    def __init__(self, frames: Sequence[pd.DataFrame]):
+        self.frames, self.used = frames, []
+
+    def find(self, file: str, **fields: Any) -> pd.DataFrame:
+        """Records with these values."""
+        runs = self.frames[FILES.index(file)]
+        runs = runs[np.logical_and.reduce([runs[name] == x for name, x in fields.items()])]
+        self.used += [*runs["record"]]
+        return runs
+
+
+Cell = str | Callable[[Source], str]
 
 
 class Row(NamedTuple):
@@ -55,577 +56,433 @@ class Row(NamedTuple):
     how: str
 
 
+def text(cell: Cell, source: Source) -> str:
+    """Write a cell."""
+    return cell(source) if callable(cell) else cell
+
+
+def join(*cells: Cell, sep: str = "") -> Cell:
+    """Cells one after the other."""
+    return lambda source: sep.join(text(cell, source) for cell in cells)
+
+
+def lines(names: Iterable[str], of: Callable[[Source, str], str], sep: str = BREAK) -> Cell:
+    """A line for each name."""
+    return lambda source: sep.join(f"{called(name)} {of(source, name)}" for name in names)
+
+
 def called(method: str) -> str:
     """Name of a method in the paper."""
     name = method.removesuffix(" published")
     return NAMES.get(name, name)
 
 
-def dated(cell: Cell) -> Cell:
-    """A cell, and the commits of the records that it took."""
-
-    def shown(view: View) -> str:
-        own = View(view.files, view.where, view.scope, view.own)
-        value = text(cell, own)
-        view.used |= own.used
-        taken = [record for record in own.used.values() if "commit" in record]
-        taken.sort(key=lambda record: record["time"])
-        commits = list(dict.fromkeys(record["commit"] for record in taken))
-        ends = list(dict.fromkeys((*commits[:1], *commits[-1:])))
-        return f"{value} ({' … '.join(ends)})" if commits else value
-
-    return shown
+def estimates(found: pd.DataFrame, value: str = "value", digits: int = 3) -> str:
+    """Values ± errors."""
+    pairs = zip(found[value], found["error"], strict=True)
+    return ", ".join(value_error(*pair, digits) for pair in pairs)
 
 
-def row(what: str, status: str, paper: Cell, ours: Cell, how: str) -> Row:
-    """A row with the commits of its figures."""
-    return Row(what, status, paper, dated(ours), how)
+# Biases of known posteriors, by target.
 
 
-# Biases of known posteriors.
+def bias(sampler: str, kind: str = "gaussian", gradients: int = 2_000_000) -> Cell:
+    """Smallest bias with each kind of noise, of the longest chains that there are."""
+    tries = [(sampler, gradients, ""), (sampler.split()[0], 1_000_000, HALF_AS_LONG)]
+    tries.append(("psmile_naive leapfrog", 200_000, FEWER))
 
-
-def of_paper(view: View, **cell: Any) -> str:
-    """A value ± error of the paper."""
-    found = view.records(Pick(cell, "paper"))
-    return "".join(value_error(record["value"], record["error"]) for record in found)
-
-
-def bias(sampler: str, kind: str = "gaussian", gradients_of: int = 2_000_000) -> Cell:
-    """Smallest bias by target; a line for each."""
-
-    def cell(view: View) -> str:
+    def of_target(source: Source, target: str) -> str:
         shown = []
-        for target in TARGETS:
-            values = []
-            for noise in NOISES:
-                where = {"target": target, "noise": noise, "kind": kind}
-                for name, gradients, mark in (
-                    (sampler, gradients_of, ""),
-                    (sampler.removesuffix(" published"), 1_000_000, HALF_AS_LONG),
-                    ("psmile_naive leapfrog", 200_000, FEWER),
-                ):
-                    found = view.records(Pick(where | {"sampler": name, "gradients": gradients}))
-                    if found:
-                        value = value_error(found[0]["bias"], found[0]["error"])
-                        values.append(value + mark)
-                        break
-            shown.append(f"{target} {', '.join(values)}")
-        return BREAK.join(shown)
+        for noise in NOISES:
+            place = {"target": target, "noise": noise, "kind": kind}
+            for name, length, mark in tries:
+                found = source.find("analytic", sampler=name, gradients=length, **place)
+                if len(found):
+                    shown.append(estimates(found[:1], "bias") + mark)
+                    break
+        return ", ".join(shown)
 
-    return cell
+    return lines(TARGETS, of_target)
 
 
 def papers_bias(sampler: str, kind: str = "gaussian") -> Cell:
     """The same of the paper."""
-
-    def cell(view: View) -> str:
-        return BREAK.join(
-            f"{target} "
-            + ", ".join(
-                of_paper(
-                    view, quantity="b2", sampler=sampler, kind=kind, target=target, noise=noise
-                )
-                for noise in NOISES
-            )
-            for target in TARGETS
-        )
-
-    return cell
+    wanted = {"quantity": "b2", "sampler": sampler, "kind": kind}
+    return lines(TARGETS, lambda source, x: estimates(source.find("paper", target=x, **wanted)))
 
 
-def papers_baseline(view: View) -> str:
+def papers_baseline(source: Source, target: str) -> str:
     """Full-batch MCLMC in the paper."""
-    found = [view.records(Pick({"noise": "none", "target": x}, "paper"))[0] for x in TARGETS]
-    return BREAK.join(f"{r['cell']['target']} {short(r['value'])}" for r in found)
+    return short(source.find("paper", noise="none", target=target)["value"].iloc[0])
 
 
-def baseline(view: View) -> str:
+def baseline(source: Source, target: str) -> str:
     """Full-batch MCLMC at the better of two lengths, and with its own step size."""
-    shown = []
-    for target in TARGETS:
-        found = view.records(Pick({"target": target, "noise": "none"}))
-        searched = [record for record in found if record["cell"]["sampler"] != "mclmc"]
-        own = [record for record in found if record["cell"]["sampler"] == "mclmc"]
-        best = min(searched, key=lambda record: record["bias"], default=None)
-        values = [value_error(r["bias"], r["error"], 4) for r in (best, *own) if r]
-        shown.append(f"{target} {', its own step '.join(values) or MISSING}")
-    return BREAK.join(shown)
+    found = source.find("analytic", target=target, noise="none")
+    is_own = found["sampler"] == "mclmc"
+    both = found[~is_own].nsmallest(1, "bias"), found[is_own]
+    return ", its own step ".join(estimates(x, "bias", 4) for x in both if len(x)) or MISSING
 
 
-def skewed(view: View) -> str:
-    """Bias, and the step size, of log-normal noise."""
-    shown = []
-    for sigma in ("0.01", "0.03", "0.1", "0.3", "1.0"):
-        names = "psmile_naive published", "psmile_naive leapfrog"
-        found = view.records(Pick({"kind": f"lognormal:{sigma}", "sampler": names}))
-        r = max(found, key=lambda record: record["cell"]["gradients"])
-        mark = FEWER if r["cell"]["gradients"] < 2_000_000 else ""
-        value = value_error(r["bias"], r["error"])
-        shown.append(f"σ {sigma}: {value}{mark} (step {short(r['step_size'])})")
-    return BREAK.join(shown)
+SKEWED = {f"σ {sigma}:": f"lognormal:{sigma}" for sigma in (0.01, 0.03, 0.1, 0.3, 1.0)}
 
 
-# Regression.
+def skewed(source: Source, name: str) -> str:
+    """Bias, and the step size, of log-normal noise; of the longest chains that there are."""
+    run = source.find("analytic", kind=SKEWED[name]).nlargest(1, "gradients")
+    mark = FEWER if run["gradients"].iloc[0] < 2_000_000 else ""
+    return f"{estimates(run, 'bias')}{mark} (step {short(run['step_size'].iloc[0])})"
 
 
-def uci(method: str, num_gradients: Mapping[str, int]) -> Cell:
-    """LPPD ± standard error over splits, and RMSE; a line for each data set."""
+# Regression. Steps of two gradients, or of one, of the two budgets.
+BATCHWISE: dict[str, int] = dict.fromkeys(DATA, 120_000)
+EPOCHWISE = {"energy": 240_000, "airfoil": 480_000, "bikesharing": 5_640_000}
 
-    def cell(view: View) -> str:
-        shown = []
-        for data in DATA:
-            where = {"data": data, "method": method, "num_gradients": num_gradients[data]}
-            # A run again replaces the older ones.
-            for protocol in ("published", "paper"):
-                found = view.records(Pick(where | {"protocol": protocol}, "uci"))
-                if found:
-                    break
-            density, error = (mean_error([r[x] for r in found]) for x in ("lppd", "rmse"))
-            if not found:
-                shown.append(f"{data} {MISSING}")
-                continue
-            chains, splits = found[0]["cell"]["num_chains"], len(found)
-            cut = f", splits {splits}, chains {chains}" * ((splits, chains) != (3, 10))
-            shown.append(f"{data} {density} ({error}{cut})")
-        return BREAK.join(shown)
 
-    return cell
+def uci(method: str, gradients: dict[str, int]) -> Cell:
+    """LPPD ± standard error over splits, and RMSE."""
+
+    def of_data(source: Source, data: str) -> str:
+        wanted = {"data": data, "method": method}
+        # Steps of SGHMC take one gradient.
+        wanted["num_gradients"] = gradients[data] // (2 if method == SGHMC else 1)
+        # A run again replaces the older ones.
+        found = source.find("uci", protocol="published", **wanted)
+        if not len(found) and not len(found := source.find("uci", protocol="paper", **wanted)):
+            return MISSING
+        chains, splits = found["num_chains"].iloc[0], len(found)
+        cut = "" if (splits, chains) == (3, 10) else f", splits {splits}, chains {chains}"
+        return f"{mean_error(found['lppd'])} ({mean_error(found['rmse'])}{cut})"
+
+    return lines(DATA, of_data)
 
 
 def papers_uci(method: str, budget: str) -> Cell:
     """The same of the paper, with standard deviations over splits."""
 
-    def cell(view: View) -> str:
-        shown = []
-        for data in DATA:
-            of = {"method": method, "budget": budget, "data": data}
-            density, error = (of_paper(view, quantity=x, **of) for x in ("lppd", "rmse"))
-            shown.append(f"{data} {density} ({error})")
-        return BREAK.join(shown)
+    def of_data(source: Source, data: str) -> str:
+        of = {"method": method, "budget": budget, "data": data}
+        lppd, rmse = (estimates(source.find("paper", quantity=x, **of)) for x in ("lppd", "rmse"))
+        return f"{lppd} ({rmse})"
 
-    return cell
+    return lines(DATA, of_data)
 
 
-# Steps of two gradients, or of one, of the two budgets.
-BATCHWISE: dict[str, int] = dict.fromkeys(DATA, 120_000)
-STEPS = {data: number // 2 for data, number in BATCHWISE.items()}
-EPOCHWISE = {"energy": 240_000, "airfoil": 480_000, "bikesharing": 5_640_000}
-HALF = {data: number // 2 for data, number in EPOCHWISE.items()}
+PER_PASS = {f"{number_of} batches a pass:": number_of for number_of in (12, 47, 190, 760)}
 
 
-def batches_of_bikes(view: View) -> str:
-    """LPPD at batches of four sizes, the best of the step sizes."""
-    shown = []
-    for per_pass in (12, 47, 190, 760):
-        where = {"protocol": "distributional", "data": "bikesharing", "batches_per_pass": per_pass}
-        found = view.records(Pick(where | {"method": "smile_naive published"}, "uci"))
-        best = max(found, key=lambda r: r["lppd"])
-        size = short(best["cell"]["step_size"])
-        shown.append(f"{per_pass} batches a pass: {number(best['lppd'])} (step {size})")
-    return BREAK.join(shown)
+def bikes(source: Source, name: str) -> str:
+    """LPPD at batches of a size, the best of the step sizes."""
+    wanted = {
+        "protocol": "distributional",
+        "data": "bikesharing",
+        "batches_per_pass": PER_PASS[name],
+    }
+    found = source.find("uci", method="smile_naive published", **wanted)
+    best = found.nlargest(1, "lppd").iloc[0]
+    return f"{number(best['lppd'])} (step {short(best['step_size'])})"
 
 
 # Networks.
+Method = tuple[str, dict[str, Any]]
 
 
-def tiny(task: str, *pairs: tuple[str, dict[str, Any]], form: str = "tiny", path="lppd") -> Cell:
-    """What methods in the tiny form are above the ensemble; "–" if none has run."""
-    told = above(task, *pairs, form=form, base="tiny", path=path)
-    return lambda view: f"tiny, LPPD minus the ensemble's: {text(told, view) or MISSING}"
-
-
-def above(task: str, *pairs: tuple[str, dict[str, Any]], form: str, base: str, path="lppd") -> Cell:
-    """What methods in a form are above the ensemble; ± the error over parts of the test data."""
-
-    def cell(view: View) -> str:
-        shown = []
-        for method, options in pairs:
-            where = {"task": task, "form": form, "options": options, "method": method}
-            ours = view.records(Pick(where, "networks"))
-            start = where | {"method": ENSEMBLE, "options": {}, "form": base}
-            if ours:
-                start["seed"] = ours[-1]["cell"]["seed"]
-            theirs = view.records(Pick(start, "networks"))
-            told = [short(x) if isinstance(x, int | float) else str(x) for x in options.values()]
-            name = " ".join([f"`{method}`" if method in OWN else called(method), *told])
-            if ours and theirs:
-                pair = ours[-1], theirs[-1]
-                one, other = (look(record, path)[0] for record in pair)
-                both = [r["parts"] for r in pair if "parts" in r]
-                has_error = len(both) == 2 and path == "lppd"
-                parts = [x - y for x, y in zip(*both, strict=True)] if has_error else []
-                error = stdev(parts) / len(parts) ** 0.5 if parts else None
-                shown.append(f"{name} {value_error(one - other, error, 4, '+')}")
-        return ", ".join(shown)
-
-    return cell
-
-
-def papers_network(quantity: str, task: str, *methods: str) -> Cell:
-    """Figures of the paper."""
-    return lambda view: ", ".join(
-        f"{called(method)} {of_paper(view, quantity=quantity, task=task, method=method)}"
-        for method in methods
-    )
-
-
-def papers_best(quantity: str, task: str, method: str) -> Cell:
-    """The paper's figures over step sizes: the best."""
-
-    def cell(view: View) -> str:
-        where = {"quantity": quantity, "task": task, "method": method}
-        found = view.records(Pick(where, "paper"))
-        best = (min if "perplexity" in quantity else max)(found, key=lambda r: r["value"])
-        return f"{called(method)} {number(best['value'], '.4f')}"
-
-    return cell
-
-
-def network(table: str) -> str:
-    """The command of a table of networks in the paper's form."""
-    return f"needs a GPU: † `prediction/networks.py --table {table} --form paper`"
-
-
-def step(method: str, size: float, **options: Any) -> tuple[str, dict[str, Any]]:
+def step(method: str, size: float, **options: Any) -> Method:
     """A method at a step size."""
     return method, {"step_size": size, **options}
 
 
-def papers_tuned(name: str, values: Sequence[float | None]) -> Cell:
+def above(task: str, *methods: Method, form: str, base: str, path: str = "lppd") -> Cell:
+    """What methods in a form are above the ensemble; ± the error over parts of the test data."""
+
+    def gap(source: Source, method: str, options: dict[str, Any]) -> str:
+        wanted = {"task": task, "form": form, "method": method, "options": text_of(options)}
+        start = {"task": task, "form": base, "method": ENSEMBLE, "options": text_of({})}
+        ours = source.find("networks", **wanted)[-1:]
+        pair = ours.merge(source.find("networks", **start), on="seed", suffixes=("", " start"))
+        if not len(pair):
+            return ""
+        both, error = pair.iloc[-1], None
+        if path == "lppd" and pair[["parts", "parts start"]].notna().all(axis=None):
+            parts = [x - y for x, y in zip(both["parts"], both["parts start"], strict=True)]
+            error = stdev(parts) / len(parts) ** 0.5
+        settings = [short(x) if isinstance(x, int | float) else str(x) for x in options.values()]
+        name = " ".join([f"`{method}`" if method in OWN else called(method), *settings])
+        return f"{name} {value_error(both[path] - both[f'{path} start'], error, 4, '+')}"
+
+    return lambda source: ", ".join(filter(None, (gap(source, *method) for method in methods)))
+
+
+def tiny(task: str, *methods: Method, form: str = "tiny", path: str = "lppd") -> Cell:
+    """The same in the tiny form; "–" if none has run."""
+    told = above(task, *methods, form=form, base="tiny", path=path)
+    return lambda source: f"tiny, LPPD minus the ensemble's: {text(told, source) or MISSING}"
+
+
+def papers_network(quantity: str, task: str, *methods: str) -> Cell:
+    """Figures of the paper."""
+    wanted = {"quantity": quantity, "task": task}
+    of = lambda source, method: estimates(source.find("paper", method=method, **wanted))  # noqa: E731
+    return lines(methods, of, ", ")
+
+
+def papers_best(quantity: str, task: str, *methods: str) -> Cell:
+    """The paper's figures over step sizes: the best; a line for each method."""
+
+    def best(source: Source, method: str) -> str:
+        found = source.find("paper", quantity=quantity, task=task, method=method)
+        values = found["value"]
+        return number(values.min() if quantity == "perplexity" else values.max(), ".4f")
+
+    return lines(methods, best)
+
+
+def papers_tuned(name: str, values: Iterable[float | None]) -> Cell:
     """The paper's LPPD at values of a setting of the tuner."""
 
-    def cell(view: View) -> str:
-        tuned = view.records(Pick({"quantity": "lppd", "method": "paper's smile"}, "paper"))
-        found = {r["cell"][name]: number(r["value"]) for r in tuned if name in r["cell"]}
+    def cell(source: Source) -> str:
+        records = source.find("paper", quantity="lppd", method="paper's smile")["record"]
+        found = {r["cell"][name]: number(r["value"]) for r in records if name in r["cell"]}
         return ", ".join(f"{value}: {found[value]}" for value in values)
 
     return cell
 
 
-def found_modes(view: View) -> str:
+MODES = {"cSGLD:": CYCLES, "pSMILE-naive:": "psmile_naive published"}
+
+
+def modes(source: Source, name: str) -> str:
     """Modes that one chain and ten chains found."""
-    shown = []
-    for name in ("cyclical_sgld", "psmile_naive published"):
-        for r in view.records(Pick({"part": "modes", "sampler": name}, "appendix")):
-            one = r["found_by_one"]
-            shown.append(
-                f"{called(name)}: one chain {min(one)} to {max(one)} of 25, ten chains"
-                f" {r['found_by_all']}"
-            )
-    return BREAK.join(shown) or MISSING
+    run = source.find("appendix", part="modes", sampler=MODES[name]).iloc[-1]
+    one, ten = run["found_by_one"], run["found_by_all"]
+    return f"one chain {min(one)} to {max(one)} of 25, ten chains {ten:.0f}"
 
 
-def energies(view: View) -> str:
+def energies(source: Source) -> str:
     """What lies above the quantiles of two fits."""
-    return (
-        "".join(
-            f"above the 98 % quantile of the Gamma fit {r['above_gamma']:.2%}, of the half-normal"
-            f" {r['above_normal']:.2%}"
-            for r in view.records(Pick({"part": "energies"}, "appendix"))
-        )
-        or MISSING
-    )
+    run = source.find("appendix", part="energies").iloc[-1]
+    gamma, normal = f"{run['above_gamma']:.2%}", f"{run['above_normal']:.2%}"
+    return f"above the 98 % quantile of the Gamma fit {gamma}, of the half-normal {normal}"
 
 
-def settled(view: View) -> str:
+def settled(source: Source) -> str:
     """First and last step sizes of the chains of the paper's SMILE, tiny."""
     wanted = {"task": "resnet18", "form": "tiny", "method": "smile published"}
-    (r,) = view.records(Pick(wanted, "networks"))
-    sizes = [chain["step_size"] for chain in r["chains"]]
-    ends = [f"{short(of[0])} to {short(of[-1])}" for of in sizes]
-    return f"tiny, step sizes: {', '.join(ends)}"
+    (chains,) = source.find("networks", **wanted)["chains"]
+    sizes = [chain["step_size"] for chain in chains]
+    return f"tiny, step sizes: {', '.join(f'{short(x[0])} to {short(x[-1])}' for x in sizes)}"
 
 
-COSINE = {"schedule": "cosine"}
 TUNED = ("smile published", "psmile published")
+NAIVE = ("smile_naive", "psmile_naive")
 # One chain of LeNet at the paper's size; `psmile` has the gradients of the naive forms.
-ONE_CHAIN, AS_LONG = "paper num_members=1", "num_warmup=10000 thin=200"
-LENET = (SGHMC, "smile_naive", "psmile_naive", "smile")
+ONE_CHAIN, AS_LONG = "paper num_members=1", "paper num_members=1 num_warmup=10000 thin=200"
+ABOVE = [f"{score} above the deep ensemble" for score in ("lppd", "accuracy")]
+LENET = {SGHMC: 1e-3, "smile_naive": 1e-4, "psmile_naive": 1e-2, "smile": 1e-3}
+
+
+def published(method: str) -> str:
+    """Our name of a method of the paper."""
+    return method if method == SGHMC else f"{method} published"
 
 
 def on_lenet(path: str) -> Cell:
     """What the paper's methods and our default are above their start."""
-    sizes = dict(zip(LENET, (1e-3, 1e-4, 1e-2, 1e-3), strict=True))
-    pairs = [step(x if x == SGHMC else f"{x} published", size) for x, size in sizes.items()]
-    ours, form = ("psmile", {}), f"{ONE_CHAIN} {AS_LONG}"
-    return join(
-        above("lenet", *pairs, form=ONE_CHAIN, base=ONE_CHAIN, path=path),
-        above("lenet", ours, form=form, base=ONE_CHAIN, path=path),
-        sep=", ",
-    )
+    methods = [step(published(x), size) for x, size in LENET.items()]
+    theirs = above("lenet", *methods, form=ONE_CHAIN, base=ONE_CHAIN, path=path)
+    ours = above("lenet", ("psmile", {}), form=AS_LONG, base=ONE_CHAIN, path=path)
+    return join(theirs, ours, sep=", ")
 
 
+def by_batch(size: int) -> Cell:
+    """LeNet in the tiny form with batches of one size."""
+    methods, form = (step(TUNED[0], 1e-3), ("psmile", {})), f"tiny sampling_batch_size={size}"
+    return join(f"batches of {size}, ", tiny("lenet", *methods, form=form))
+
+
+def analytic(what: str, paper: Cell, ours: Cell) -> Row:
+    """A row on known posteriors."""
+    return Row(what, FULL, paper, ours, ANALYTIC)
+
+
+def of_table_2(budget: str, status: str, gradients: dict[str, int]) -> list[Row]:
+    """Samplers on the UCI data at one of the two budgets."""
+    cells = {x: (papers_uci(x, budget), uci(published(x), gradients)) for x in (SGHMC, *NAIVE)}
+    return [Row(f"Table 2: {called(x)}, {budget}", status, *of, UCI) for x, of in cells.items()]
+
+
+def large(what: str, table: str, paper: Cell, ours: Cell) -> Row:
+    """A row on large networks, and the table of `networks.py` that has it in the paper's form."""
+    how = f"needs a GPU: † `prediction/networks.py --table {table} --form paper`"
+    return Row(what, NONE, paper, ours, how)
+
+
+def of_tuner(symbol: str, name: str, values: Sequence[float | None]) -> Row:
+    """The paper's SMILE at values of a setting."""
+    ours = tiny("resnet18", *(step("paper's smile", 0.015, **{name: x}) for x in values))
+    what = f"Table: ResNet-18 by {symbol}, SMILE, LPPD"
+    return large(what, symbol, papers_tuned(name, values), ours)
+
+
+SHORT_CYCLES = step(CYCLES, 1e-6, num_cycles=4)
+SCHEDULED = [step(x, 1e-3, **of) for x in NAIVE for of in ({}, {"schedule": "cosine"})]
+RESNETS = [*(step(x, 0.015) for x in TUNED), step(SGHMC, 1e-3, friction=0.05), SHORT_CYCLES]
+SINGLE = (ENSEMBLE, "laplace", "ivon", SGHMC, CYCLES, *TUNED)
+VITS = [*(step(TUNED[1], x) for x in (0.2, 0.15, 0.1, 0.05)), step(SGHMC, 1.5e-4), SHORT_CYCLES]
+GPTS = [step(SGHMC, x) for x in (2e-6, 2e-5, 2e-4, 2e-3)]
+GPTS += [step(TUNED[0], x) for x in (2e-6, 2e-5)]
 ROWS = [
-    row(
+    analytic(
         "Table 1: full-batch MCLMC, bias b²",
-        FULL,
-        papers_baseline,
-        baseline,
-        ANALYTIC,
+        lines(TARGETS, papers_baseline),
+        lines(TARGETS, baseline),
     ),
-    row(
+    analytic(
         "Table 1: SMILE-naive; noise isotropic, diagonal, correlated, varied",
-        FULL,
         papers_bias("smile_naive"),
         bias("smile_naive"),
-        ANALYTIC,
     ),
-    *(
-        row(
-            f"Table 1: {name.upper()}",
-            FULL,
-            papers_bias(name),
-            bias(name, gradients_of=10**6),
-            ANALYTIC,
-        )
-        for name in ("sgld", "sghmc")
-    ),
-    row(
-        "Table 1: pSMILE-naive",
-        FULL,
-        papers_bias("psmile_naive"),
-        bias("psmile_naive published"),
-        ANALYTIC,
-    ),
-    row(
+    analytic("Table 1: SGLD", papers_bias("sgld"), bias("sgld", gradients=1_000_000)),
+    analytic("Table 1: SGHMC", papers_bias("sghmc"), bias("sghmc", gradients=1_000_000)),
+    analytic("Table 1: pSMILE-naive", papers_bias("psmile_naive"), bias("psmile_naive published")),
+    Row(
         "Table 2: MILE, LPPD (RMSE)",
         PART,
         papers_uci("mile", "full batch"),
         uci("mile", BATCHWISE),
         f"{UCI}; no bike sharing",
     ),
-    *(
-        row(
-            f"Table 2: {name}, batch-wise",
-            FULL,
-            papers_uci(method, "batch-wise"),
-            uci(ours, STEPS if method == SGHMC else BATCHWISE),
-            UCI,
-        )
-        for name, method, ours in (
-            ("SGHMC", SGHMC, SGHMC),
-            ("SMILE-naive", "smile_naive", "smile_naive published"),
-            ("pSMILE-naive", "psmile_naive", "psmile_naive published"),
-        )
-    ),
-    *(
-        row(
-            f"Table 2: {name}, epoch-wise",
-            PART,
-            papers_uci(method, "epoch-wise"),
-            uci(ours, HALF if method == SGHMC else EPOCHWISE),
-            UCI,
-        )
-        for name, method, ours in (
-            ("SGHMC", SGHMC, SGHMC),
-            ("SMILE-naive", "smile_naive", "smile_naive published"),
-            ("pSMILE-naive", "psmile_naive", "psmile_naive published"),
-        )
-    ),
-    row(
+    *of_table_2("batch-wise", FULL, BATCHWISE),
+    *of_table_2("epoch-wise", PART, EPOCHWISE),
+    large(
         "Figures: ResNet-7, naive and tuned, by schedule and batch size",
-        NONE,
+        '"resnet7 batch"',
         "naive forms diverge, tuned ones and SGHMC do not",
-        tiny(
-            "resnet7",
-            *(step(f"{x}smile_naive", 1e-3, **of) for x in ("", "p") for of in ({}, COSINE)),
-            form="tiny sampling_batch_size=256",
-        ),
-        network('"resnet7 batch"'),
+        tiny("resnet7", *SCHEDULED, form="tiny sampling_batch_size=256"),
     ),
-    row(
+    large(
         "Table 3 and its errors in the appendix: ResNet-18, eight chains, LPPD",
-        NONE,
+        "resnet18",
         papers_network("lppd", "resnet18", ENSEMBLE, CYCLES, SGHMC, *TUNED),
-        tiny(
-            "resnet18",
-            *(step(f"{x}smile published", 0.015) for x in ("", "p")),
-            step(SGHMC, 1e-3, friction=0.05),
-            step(CYCLES, 1e-6, num_cycles=4),
-        ),
-        network("resnet18"),
+        tiny("resnet18", *RESNETS),
     ),
-    row(
+    large(
         "Table 3 and by step size: ViT, four chains, LPPD",
-        NONE,
-        join(
-            *(papers_best("lppd", "vit", x) for x in (ENSEMBLE, CYCLES, SGHMC, TUNED[1])),
-            sep=BREAK,
-        ),
-        tiny(
-            "vit",
-            *(step(TUNED[1], x) for x in (0.2, 0.15, 0.1, 0.05)),
-            step(SGHMC, 1.5e-4),
-            step(CYCLES, 1e-6, num_cycles=4),
-        ),
-        network("vit"),
+        "vit",
+        papers_best("lppd", "vit", ENSEMBLE, CYCLES, SGHMC, TUNED[1]),
+        tiny("vit", *VITS),
     ),
-    row(
+    large(
         "Figure and table: nanoGPT by step size, perplexity",
-        NONE,
-        join(
-            *(papers_best("perplexity", "nanogpt", x) for x in (SGHMC, *TUNED)),
-            sep=BREAK,
-        ),
-        tiny(
-            "nanogpt",
-            *(step(SGHMC, x) for x in (2e-6, 2e-5, 2e-4, 2e-3)),
-            *(step(TUNED[0], x) for x in (2e-6, 2e-5)),
-        ),
-        network("nanogpt"),
+        "nanogpt",
+        papers_best("perplexity", "nanogpt", SGHMC, *TUNED),
+        tiny("nanogpt", *GPTS),
     ),
-    row(
+    Row(
         "Table: data sets",
         PART,
         "seven",
         "the same, but for 5,000 images of Imagenette with 64 pixels a side",
         "`examples/data`",
     ),
-    row(
+    Row(
         "Figure: energy errors on the Gaussian (isotropic noise, step 0.1)",
         FULL,
         "lighter than Gamma and half-normal",
         energies,
         "`correctness/appendix.py`",
     ),
-    row(
+    analytic(
         "Table: Laplace noise, b² of pSMILE-naive",
-        FULL,
         papers_bias("psmile_naive", "laplace"),
         bias("psmile_naive published", "laplace"),
-        ANALYTIC,
     ),
-    row(
+    analytic(
         "The same: Student's t",
-        FULL,
         papers_bias("psmile_naive", "student"),
         bias("psmile_naive published", "student"),
-        ANALYTIC,
     ),
-    row(
+    analytic(
         "Figure: log-normal noise, Gaussian",
-        FULL,
         "flat below σ = 0.1, then the step shrinks",
-        skewed,
-        ANALYTIC,
+        lines(SKEWED, skewed),
     ),
-    row(
+    Row(
         "Figure: 25 modes",
         FULL,
         "one chain several modes, ten chains all",
-        found_modes,
+        lines(MODES, modes),
         "`correctness/appendix.py`",
     ),
-    row(
+    Row(
         "Figure: bike sharing by batch and step size, SMILE-naive, LPPD",
         PART,
         "a figure",
-        batches_of_bikes,
+        lines(PER_PASS, bikes),
         "history: three chains, one split",
     ),
-    row(
+    Row(
         "Figure: LeNet by batch size",
         NONE,
         "larger batches help a little",
-        join(
-            *(
-                join(
-                    f"batches of {size}, ",
-                    tiny(
-                        "lenet",
-                        step("smile published", 1e-3),
-                        ("psmile", {}),
-                        form=f"tiny sampling_batch_size={size}",
-                    ),
-                )
-                for size in (64, 256, 512, 1_024)
-            ),
-            sep=BREAK,
-        ),
+        join(*map(by_batch, (64, 256, 512, 1_024)), sep=BREAK),
         '† `prediction/networks.py --table "lenet batch" --form paper`',
     ),
-    row(
+    Row(
         "Table: LeNet, LPPD and accuracy minus the ensemble's",
         PART,
-        join(
-            *(
-                papers_network(f"{x} above the deep ensemble", "lenet", *LENET)
-                for x in ("lppd", "accuracy")
-            ),
-            sep=BREAK,
-        ),
+        join(*(papers_network(quantity, "lenet", *LENET) for quantity in ABOVE), sep=BREAK),
         join("one chain, one run: ", on_lenet("lppd"), BREAK, "accuracy: ", on_lenet("accuracy")),
         "† `prediction/networks.py --table lenet --form paper`",
     ),
-    row("Table: ResNet-7", FULL, "428k weights", "the same", "`tests/test_models.py`"),
-    row("Table: ResNet-18", FULL, "11.2M weights", "the same", "`tests/test_models.py`"),
-    row(
+    Row("Table: ResNet-7", FULL, "428k weights", "the same", "`tests/test_models.py`"),
+    Row("Table: ResNet-18", FULL, "11.2M weights", "the same", "`tests/test_models.py`"),
+    large(
         "Table: ResNet-18, one chain, LPPD (IVON and Laplace: history)",
-        NONE,
-        papers_network(
-            "single lppd", "resnet18", ENSEMBLE, "laplace", "ivon", SGHMC, CYCLES, *TUNED
-        ),
-        tiny(
-            "resnet18",
-            ("ivon", {}),
-            ("laplace", {}),
-            step("psmile published", 0.015),
-            path="single.lppd",
-        ),
-        network("resnet18"),
+        "resnet18",
+        papers_network("single lppd", "resnet18", *SINGLE),
+        tiny("resnet18", ("ivon", {}), ("laplace", {}), RESNETS[1], path="single.lppd"),
     ),
-    *(
-        row(
-            f"Table: ResNet-18 by {symbol}, SMILE, LPPD",
-            NONE,
-            papers_tuned(name, values),
-            tiny("resnet18", *(step("paper's smile", 0.015, **{name: x}) for x in values)),
-            network(symbol),
-        )
-        for symbol, name, values in (
-            ("kappa", "reject_quantile", (0.9, 0.95, 0.98, 0.99, None)),
-            ("a", "adapt_probability", (0.0, 0.05, 0.1, 0.2, 0.4)),
-        )
-    ),
-    row(
+    of_tuner("kappa", "reject_quantile", (0.9, 0.95, 0.98, 0.99, None)),
+    of_tuner("a", "adapt_probability", (0.0, 0.05, 0.1, 0.2, 0.4)),
+    Row(
         "Figure: step size and energies of ResNet-18",
         NONE,
         "they settle",
         settled,
         "needs a GPU, as Table 3",
     ),
-    row(
+    large(
         "Figure: step size and energies of nanoGPT; examples of text",
-        NONE,
+        "nanogpt",
         "they settle",
         "not run",
-        network("nanogpt"),
     ),
 ]
 
 
-def status(of: Row) -> Cell:
-    """What a row reproduces; in part where a figure is missing or of a shorter run."""
+def table(*frames: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The table of all rows with the first and last commit of our figures, and the records used.
 
-    def shown(view: View) -> str:
-        value = text(of.ours, view)
-        is_cut = any(mark in value for mark in (MISSING, HALF_AS_LONG, FEWER, "-dirty"))
-        return PART if of.status == FULL and is_cut else of.status
+    A status is in part where a figure is missing or of a shorter run.
+    """
+    rows, used = [], []
+    for what, status, paper, ours, how in ROWS:
+        source = Source(frames)
+        shown = text(ours, source)
+        dated = sorted((r for r in source.used if "commit" in r), key=lambda r: r["time"])
+        commits = [record["commit"] for record in dated]
+        ends = " … ".join(dict.fromkeys((*commits[:1], *commits[-1:])))
+        shown += f" ({ends})" if ends else ""
+        if status == FULL and any(x in shown for x in (MISSING, HALF_AS_LONG, FEWER, "-dirty")):
+            status = PART
+        rows.append((what, status, text(paper, source), shown, how))
+        used += source.used
+    titles = ["table or figure", "", "paper", "here (commits)", "command"]
+    return pd.DataFrame(rows, columns=titles), pd.DataFrame({"record": used})
 
-    return shown
 
-
-def tally(view: View) -> str:
+def tally(*frames: pd.DataFrame) -> str:
     """How many rows have each status."""
-    found = [text(status(of), view) for of in ROWS]
-    return ", ".join(f"{x} {found.count(x)}" for x in (FULL, PART, NONE))
-
-
-TABLE = Table("analytic paper uci networks appendix", each()).shows(
-    ("table or figure", *(of.what for of in ROWS)),
-    ("", *map(status, ROWS)),
-    ("paper", *(of.paper for of in ROWS)),
-    ("here (commits)", *(of.ours for of in ROWS)),
-    ("command", *(of.how for of in ROWS)),
-)
+    found = table(*frames)[0][""]
+    return ", ".join(f"{x} {sum(found == x)}" for x in (FULL, PART, NONE))

@@ -5,14 +5,15 @@
 
 The same records give the same files.
 """
+# pandas has no stubs, and its methods several return types.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportIndexIssue=false
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pivot import Record, matches, read
-from benchmarks.tables import JOINT
+from benchmarks.tables import ENSEMBLE, JOINT, STEPS, frame_of
 
 import flax.linen as nn
 import jax
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+import pandas as pd
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -42,102 +44,80 @@ ABOVE, BELOW, LOST = 0.05, 0.5, 1e3
 LARGE = 10**7
 
 
-def _gain(found: list[Record], ensemble: dict[int, float]) -> tuple[float, float]:
-    """Mean difference from the ensemble over splits, and its standard error; NaN for one split."""
-    gains = [max(r["lppd"] - ensemble[r["cell"]["split"]], -LOST) for r in found]
-    error = np.std(gains, ddof=1) / np.sqrt(len(gains)) if len(gains) > 1 else np.nan
-    return float(np.mean(gains)), float(error)
-
-
-def _against_step_size(axis: Any, found: list[Record]):
+def _against_step_size(axis: Any, runs: pd.DataFrame):
     """LPPD above that of the deep ensemble, for every method at its step sizes."""
-    of: dict[str, dict[float | None, list[Record]]] = {}
-    for record in found:
-        cell = record["cell"]
-        of.setdefault(cell["method"], {}).setdefault(cell["step_size"], []).append(record)
-    ensemble = {r["cell"]["split"]: r["lppd"] for r in of["deep ensemble"][None]}
-    best = 0.0
+    ensemble = runs[runs["method"] == ENSEMBLE].set_index("split")["lppd"]
+    gains = (runs["lppd"] - runs["split"].map(ensemble)).clip(lower=-LOST)
+    groups = gains.groupby([runs["method"], runs["step_size"].fillna(0)])
+    found = groups.agg(["mean", "sem", "size"])
     for method, (color, label) in METHODS.items():
-        if None in of[method]:
-            mean, error = _gain(of[method][None], ensemble)
+        of = found.loc[method]
+        if (of.index == 0).any():
+            ((mean, error, _),) = of.to_numpy()
             axis.axhspan(mean - error, mean + error, color=color, alpha=0.25, lw=0)
             axis.axhline(mean, color=color, lw=2, label=label)
-            best = max(best, mean)
             continue
-        sizes = sorted(size for size in of[method] if size is not None)
-        gains = [_gain(of[method][size], ensemble) for size in sizes]
-        means, errors = (np.array(x) for x in zip(*gains, strict=True))
-        best = max(best, means.max())
         # Lost chains are drawn at the lower edge.
-        drawn = np.maximum(means, -BELOW)
-        errors = np.where(means >= -BELOW, errors, np.nan)
-        axis.errorbar(sizes, drawn, errors, fmt="-", color=color, lw=1, capsize=3, label=label)
-        single = np.array([len(of[method][size]) == 1 for size in sizes])
-        for which, face in ((single, "white"), (~single, color)):
-            places = np.array(sizes)[which]
-            axis.plot(places, drawn[which], "o", color=color, mfc=face, ms=5)
-    axis.axhline(0, color="k", ls="--", lw=1, label="deep ensemble")
+        drawn, errors = of["mean"].clip(lower=-BELOW), of["sem"].where(of["mean"] >= -BELOW)
+        axis.errorbar(of.index, drawn, errors, fmt="-", color=color, lw=1, capsize=3, label=label)
+        for is_single, face in ((True, "white"), (False, color)):
+            points = drawn[(of["size"] == 1) == is_single]
+            axis.plot(points.index, points, "o", color=color, mfc=face, ms=5)
+    axis.axhline(0, color="k", ls="--", lw=1, label=ENSEMBLE)
+    best = max(found.loc[[*METHODS], "mean"].max(), 0)
     axis.set(xscale="log", xlabel="step size", ylim=(-BELOW - ABOVE, best + ABOVE))
 
 
-def uci(found: list[Record]) -> Figure:
+def uci(runs: pd.DataFrame) -> Figure:
     """LPPD above the deep ensemble against the step size, on two data sets."""
     drawn, axes = plt.subplots(1, 2, figsize=(9, 4.6), layout="constrained")
     for axis, data in zip(axes, ("energy", "airfoil"), strict=True):
-        wanted = JOINT | {"data": data}
-        _against_step_size(axis, [record for record in found if matches(record, wanted)])
+        _against_step_size(axis, runs.query(f"{JOINT} and data == @data", engine="python"))
         axis.set(title=f"UCI {data}")
     axes[0].set_ylabel("test LPPD - deep ensemble (nats)")
     drawn.legend(*axes[0].get_legend_handles_labels(), ncols=3, loc="outside lower center")
     return drawn
 
 
-def step_cost(found: list[Record]) -> Figure:
+def step_cost(runs: pd.DataFrame) -> Figure:
     """Time per parameter against size; arrays moved and needed besides."""
-    usual = {"part": "update", "leaves": 20, "chains": 1, "grads": "float32"}
-    sizes = [r for r in found if usual.items() <= r["cell"].items()]
-    sizes.sort(key=lambda record: record["cell"]["parameters"])
+    usual = "part == 'update' and leaves == 20 and chains == 1 and grads == 'float32'"
+    sizes = runs.query(usual).sort_values("parameters", kind="stable")
     drawn, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for name in dict.fromkeys(name for record in sizes for name in record["methods"]):
-        rows = [record for record in sizes if name in record["methods"]]
-        x = [record["cell"]["parameters"] for record in rows]
-        y = [1e6 * r["methods"][name]["ms"] / n for r, n in zip(rows, x, strict=True)]
-        left.loglog(x, y, marker="o", label=name)
+    for name in STEPS:
+        known = sizes.dropna(subset=[f"methods.{name}.ms"])
+        x, milliseconds = known["parameters"], known[f"methods.{name}.ms"]
+        left.loglog(x, 1e6 * milliseconds / x, marker="o", label=name)
     left.set(xlabel="parameters", ylabel="ns per parameter", title="One update")
     left.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    for record in [r for r in sizes if r["cell"]["parameters"] == LARGE][-1:]:
-        names = [name for name, numbers in record["methods"].items() if "traffic" in numbers]
-        for shift, key in ((-0.2, "traffic"), (0.2, "temporary")):
-            values = [record["methods"][name][key] for name in names]
-            places = [place + shift for place in range(len(names))]
-            right.bar(places, values, 0.4, label=f"arrays: {key}")
-        right.set_xticks(range(len(names)), names, rotation=30, ha="right")
-        right.set_title("10⁷ parameters, from the compiled program")
-        right.legend(fontsize=8)
+    large = sizes[sizes["parameters"] == LARGE].iloc[-1]
+    for shift, key in ((-0.2, "traffic"), (0.2, "temporary")):
+        values = [large[f"methods.{name}.{key}"] for name in STEPS]
+        right.bar(np.arange(len(STEPS)) + shift, values, 0.4, label=f"arrays: {key}")
+    right.set_xticks(range(len(STEPS)), STEPS, rotation=30, ha="right")
+    right.set_title("10⁷ parameters, from the compiled program")
+    right.legend(fontsize=8)
     return drawn
 
 
-def ladder(found: list[Record]) -> Figure:
+def ladder(runs: pd.DataFrame) -> Figure:
     """LPPD above the ensemble of the starts against the angle, by size and prior."""
-    sizes = sorted({record["cell"]["size"] for record in found}, key=float)
     drawn, axes = plt.subplots(
-        1, len(sizes), figsize=(3 * len(sizes), 3.6), sharex=True, sharey=True, layout="constrained"
+        1, 4, figsize=(12, 3.6), sharex=True, sharey=True, layout="constrained"
     )
     colors = {"N(0, 1)": RED, "fan in": GREEN, "around the start": BLUE}
-    for axis, size in zip(axes, sizes, strict=True):
-        of = [record for record in found if record["cell"]["size"] == size]
+    for axis, (size, of_size) in zip(axes, runs.groupby("size"), strict=True):
         for prior, color in colors.items():
+            of = of_size[of_size["prior"] == prior].sort_values("angle")
             for budget, style in (("3000", "o-"), ("12000", "s--")):
-                points = sorted(
-                    (r["cell"]["angle"], r[budget]["lppd"] - r["ensemble"]["lppd"])
-                    for r in of
-                    if r["cell"]["prior"] == prior and budget in r
-                )
-                if points:
+                gains = (of[f"{budget}.lppd"] - of["ensemble.lppd"]).dropna()
+                if len(gains):
                     label = f"{prior}, {int(budget):,} gradients"
-                    axis.plot(*zip(*points, strict=True), style, color=color, label=label, ms=4)
+                    axis.plot(
+                        of["angle"][gains.index], gains, style, color=color, label=label, ms=4
+                    )
         axis.axhline(0, color="k", lw=0.8)
-        ratio = of[0]["num_parameters"] / of[0]["num_data"]
+        ratio = (of_size["num_parameters"] / of_size["num_data"]).iloc[0]
         axis.set(
             xscale="log", xlabel="angle", title=f"$10^{size[-1]}$ weights, d / N = {ratio:.3g}"
         )
@@ -200,9 +180,9 @@ def regression() -> Figure:
     return drawn
 
 
-def appendix(records: list[Record]) -> Figure:
+def appendix(runs: pd.DataFrame) -> Figure:
     """Energy errors on the Gaussian and two fits; draws of the 25 modes."""
-    (errors,) = (r for r in records if r["cell"]["part"] == "energies")
+    (errors,) = runs.loc[runs["part"] == "energies", "record"]
     drawn, axes = plt.subplots(1, 4, figsize=(12, 3), layout="constrained")
     edges, counts = np.array(errors["edges"]), np.array(errors["counts"])
     share = counts / counts.sum() / np.diff(edges)
@@ -215,7 +195,7 @@ def appendix(records: list[Record]) -> Figure:
     axes[0].axvline(errors["bounds"][0], color=RED, ls=":", label="98 %")
     axes[0].set(title="energy errors", xlabel="|ΔE| / mean", yscale="log", ylim=(1e-5, 3))
     axes[0].legend(fontsize="small")
-    grids = {r["cell"]["sampler"]: r["grids"] for r in records if r["cell"]["part"] == "modes"}
+    grids = runs[runs["part"] == "modes"].set_index("sampler")["grids"]
     shown = {
         "cSGLD, one chain": grids["cyclical_sgld"][0],
         "pSMILE-naive, one chain": grids["psmile_naive published"][0],
@@ -228,14 +208,9 @@ def appendix(records: list[Record]) -> Figure:
     return drawn
 
 
-# Name: what draws it, and the files whose records it takes.
-PICTURES: dict[str, tuple[Callable[..., Figure], tuple[str, ...]]] = {
-    "uci": (uci, ("uci",)),
-    "step_cost": (step_cost, ("step_cost",)),
-    "ladder": (ladder, ("ladder",)),
-    "regression": (regression, ()),
-    "appendix": (appendix, ("appendix",)),
-}
+# Each takes the records of the file with its name, except the first.
+PICTURES: dict[str, Callable[..., Figure]] = {"regression": regression}
+PICTURES |= {x.__name__: x for x in (uci, step_cost, ladder, appendix)}
 
 
 def main():
@@ -247,12 +222,10 @@ def main():
         "names", nargs="*", default=list(PICTURES), help=f"of {', '.join(PICTURES)}"
     )
     for name in parser.parse_args().names:
-        draw, files = PICTURES[name]
-        found = (read(FOLDER / "results" / f"{file}.jsonl") for file in files)
+        found = [] if name == "regression" else [frame_of(name)]
         # Without the version of the software, so that a file changes only with its records.
-        draw(*found).savefig(
-            FOLDER / "figures" / f"{name}.png", dpi=110, metadata={"Software": None}
-        )
+        path = FOLDER / "figures" / f"{name}.png"
+        PICTURES[name](*found).savefig(path, dpi=110, metadata={"Software": None})
 
 
 if __name__ == "__main__":

@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables
-from benchmarks.pivot import Record, read
-
 import jax
 
 # Settings of one run, and what is recorded of it; the fields depend on the script.
 Cell = dict[str, Any]
+Record = dict[str, Any]
 ROOT = Path(__file__).parents[1]
 # New files elsewhere are not imported; records and figures are written.
 CODE = ("optax_smile", "benchmarks", "examples")
@@ -67,6 +65,19 @@ def refuse(changed: list[str], allow_dirty: bool):
             f"These files differ from the commit that the record would name: {shown}. Commit them, "
             "or pass --allow-dirty: the record is marked, and `tables.py --check` rejects it."
         )
+
+
+def read(path: Path | None) -> list[Record]:
+    """All records of a file; an incomplete line is skipped."""
+    if path is None or not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
 
 
 def append(path: Path | None, record: Record):
@@ -157,7 +168,11 @@ def complete(
         # Each compiled program keeps memory maps, of which a process has 65,530.
         jax.clear_caches()
         print(*cell.values(), shown, record[shown], flush=True)
-    print(*(tables.shown(name, found) for name in names), sep="\n\n")
+    if names:
+        # Where `records` alone is imported, no pandas is needed.
+        from benchmarks import tables
+
+        print(*(tables.shown(name, found) for name in names), sep="\n\n")
 
 
 def main(

@@ -1,7 +1,8 @@
 """Make every table and figure of the pages from the records.
 
-    python benchmarks/tables.py            rewrite what stands between markers
-    python benchmarks/tables.py --check    list what is stale, and exit with 1
+    python benchmarks/tables.py               rewrite what stands between markers
+    python benchmarks/tables.py --check       list what is stale, and exit with 1
+    python benchmarks/tables.py --csv FOLDER  write the records of each script as a CSV file
 
 Pages are `README.md`, `notes/*.md`, `faults.md`, `paper.md` and `which-method.md` in `../docs`, and
 our paper, `../paper/paper.md`; records are `results/*.jsonl`, those of Sommer et al.
@@ -11,393 +12,577 @@ Markers of a table stand on separate lines, those of a figure within a line:
     <!-- table NAME --> <!-- end -->
     ... better by <!-- figure NAME -->0.05 ± 0.01<!-- end --> nats ...
 
-A table without markers is frozen: "Frozen:" and the commit that has its records follow the line on
-its records.
+A table is a function below `@table`. It takes the records of its files as data frames (`frames.py`)
+and returns a data frame of texts and the records used. A table without markers is frozen:
+"Frozen:" and the commit that has its records follow the line on its records.
 """
+# pandas has no stubs, and its methods several return types.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 
 import argparse
+import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
-# So that it runs where nothing is installed.
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks import paper_rows, pivot  # noqa: E402
-from benchmarks.pivot import (  # noqa: E402
-    Cell,
-    Pick,
-    Record,
-    Table,
-    View,
-    each,
-    every,
-    found,
-    gain,
-    join,
-    look,
+from benchmarks import paper_rows
+from benchmarks.frames import (
+    NO_RECORD,
+    RESULTS,
+    best,
+    frame,
+    markdown,
     mean,
     mean_error,
-    minus,
     number,
-    plain,
+    numbers,
+    ordered,
     short,
-    stat,
-    under,
+    text_of,
     value_error,
-    versus,
 )
+from benchmarks.paper_rows import ENSEMBLE, NOISES, SGHMC, TARGETS
+from benchmarks.records import Record, read
 
-import verdict  # noqa: E402
+import numpy as np
+import pandas as pd
+import verdict
 
 FOLDER = Path(__file__).parent
-ENSEMBLE, OURS, SGHMC = "deep ensemble", "psmile", "scale_adapted_sghmc"
-# Of all parts of a campaign.
-LAST = Pick(last="of")
-COUNTS = ("cases", "silent", "raw", "lost")
-COMMAND = lambda record: f"`{record['command']}`"  # noqa: E731
+OURS = "psmile"
+Made = tuple[pd.DataFrame, pd.DataFrame]
+TABLES: dict[str, tuple[Callable[..., Made], str, Sequence[str]]] = {}
 
 
-def d_n(record: Record) -> float:
-    """Weights per example."""
-    return record["num_parameters"] / record["num_data"]
+def table(*files: str, query: str = "") -> Callable:
+    """Declare a table named like its function.
+
+    Args:
+        files: of records; the function takes a frame for each.
+        query: reduces the first of them, see `DataFrame.query`.
+    """
+
+    def add(make: Callable[..., Made]) -> Callable[..., Made]:
+        TABLES[make.__name__.replace("_", "-")] = make, query, files
+        return make
+
+    return add
+
+
+TABLES["paper"] = paper_rows.table, "", paper_rows.FILES
+# The quickstart.
+QUICK = {x: x for x in ("LPPD", "accuracy", "F1", "Brier", "ECE", "AURC")}
+QUICK |= {"entropy": "entropy, digits", "shuffled": "entropy, shuffled pixels"}
+
+
+def versus(runs: pd.DataFrame, score: str) -> list[str]:
+    """Means of the ensemble and of `psmile`, and their difference."""
+    theirs, ours = (runs[f"scores.{method}.{score}"] for method in (ENSEMBLE, OURS))
+    return [mean(theirs, 4), mean(ours, 4), mean_error(ours - theirs, 4, "+")]
+
+
+@table("quickstart_seeds")
+def quickstart(runs):
+    """Scores of both."""
+    rows = {"test, mean over seeds": [ENSEMBLE, OURS, "difference, paired"]}
+    return pd.DataFrame(rows | {name: versus(runs, x) for x, name in QUICK.items()}), runs
 
 
 # UCI regression by the protocol *joint*, with no option: fields that most cells lack.
-JOINT: Record = dict.fromkeys(("seed", "batches_per_pass", "replacement", "gap"))
-JOINT |= {"protocol": "joint", "num_chains": 10, "num_gradients": 60_000}
+JOINT = "protocol == 'joint' and num_chains == 10 and num_gradients == 60_000 and seed.isna()"
+JOINT += " and batches_per_pass.isna() and replacement.isna() and gap.isna()"
 DATA = ("energy", "airfoil", "bikesharing", "concrete", "yacht", "kin8nm", "power")
-RIVALS = (SGHMC, "sgld", "cyclical_sgld", "checkpoints", "psmile_naive", "mile")
-TABULAR = {"tabular": "mean and sigma", "tabular mean": "mean, one sigma"}
-BEST = Pick(best="step_size")
-SIGMA = [mean(f"sigma.{place}", error=False, pick=BEST) for place in (0, -1)]
+RIVALS = [SGHMC, "sgld", "cyclical_sgld", "checkpoints", "psmile_naive", "mile"]
 
 
-def at_best(method: str, **where: Any) -> Pick:
-    """Records of a method at the best of its step sizes that ran on most splits."""
-    return BEST._replace(where={"method": method, **where})
+def at_best(runs: pd.DataFrame) -> pd.DataFrame:
+    """Each method at the best of its step sizes."""
+    return best(runs, "data", "method", setting="step_size", score="lppd")
 
 
-def scored(title: str, method: str) -> tuple[str, Cell]:
-    """A column of LPPD, with the step size that was chosen."""
-    pick = at_best(method)
-    step = stat("step_size", lambda sizes: f" ({short(sizes[0])})", "", pick)
-    return title, join(mean("lppd", pick=pick), step)
+def scored(picked: pd.DataFrame, *by: str) -> pd.DataFrame:
+    """LPPD of each method, with the step size that was chosen."""
+    groups = picked.groupby([*by, "method"])
+    steps = groups["step_size"].first().map(short)
+    return (groups["lppd"].agg(mean_error) + steps.map(lambda x: x and f" ({x})")).unstack()
 
 
-def ahead(view: View, method: str) -> str:
-    """`psmile` minus a method, paired by split."""
-    gaps = view.gaps("lppd", at_best(method), at_best(OURS), "split")
-    return mean_error(gaps, sign="+") + " (1 split)" * (len(gaps) == 1)
+def ahead(picked: pd.DataFrame) -> pd.DataFrame:
+    """`psmile` minus each method, by data set and split."""
+    scores = picked.pivot(index=["data", "split"], columns="method", values="lppd")
+    scores = scores.reindex(columns=[OURS, *RIVALS])
+    return -scores.sub(scores[OURS], axis=0)
 
 
-def wins(view: View, against: str, sign: int = 1) -> str:
-    """On how many data sets `psmile` is two standard errors above a method, or below it."""
-    pairs = [(at_best(against, data=data), at_best(OURS, data=data)) for data in DATA]
-    gaps = [view.gaps("lppd", theirs, ours, "split") for theirs, ours in pairs]
-    known = [of for of in gaps if len(of) > 1]
-    clear = [of for of in known if sign * fmean(of) > 2 * stdev(of) / len(of) ** 0.5]
-    return f"{len(clear)} of {len(known)}"
+def ahead_text(gaps: pd.Series) -> str:
+    """Mean difference; a single split is named."""
+    return mean_error(gaps, sign="+") + (" (1 split)" if gaps.count() == 1 else "")
 
 
-def lost(view: View, pick: Pick = BEST) -> str:
+@table("uci", query=JOINT)
+def uci(runs):
+    """The main methods."""
+    shown = {ENSEMBLE: ENSEMBLE, SGHMC: "scale-adapted SGHMC"}
+    shown |= {"psmile_naive": "psmile_naive, fixed step", OURS: "**psmile**, its own step"}
+    shown |= {"gap": "psmile - SGHMC", "mile": "MILE, full batch"}
+    picked = at_best(runs)
+    gap = ahead(picked)[SGHMC].groupby("data").agg(ahead_text)
+    rows = scored(picked, "data").assign(gap=gap).reindex(index=DATA, columns=[*shown])
+    return rows.rename(columns=shown), picked[picked["method"].isin(shown)]
+
+
+@table("uci", query=JOINT)
+def uci_differences(runs):
+    """All methods."""
+    picked = at_best(runs)
+    rows = ahead(picked).groupby("data").agg(ahead_text).reindex(index=DATA, columns=RIVALS)
+    return rows.rename_axis("psmile minus"), picked[picked["method"].isin([OURS, *RIVALS])]
+
+
+@table("uci", query="protocol in ['tabular', 'tabular mean']")
+def tabular(runs):
+    """Beside boosted trees."""
+    rows = scored(runs, "protocol", "data").reset_index()
+    rows = rows.reindex(columns=["protocol", "data", "CatBoost", ENSEMBLE, OURS])
+    network = {"tabular": "mean and sigma", "tabular mean": "mean, one sigma"}
+    rows.insert(1, "network", rows.pop("protocol").map(network))
+    return rows, runs
+
+
+def lost(runs: pd.DataFrame) -> str:
     """Single chains that score below a constant prediction."""
-    return f"{sum(view.values('num_lost', pick))} of {10 * len(view.records(pick))}"
+    return f"{runs['num_lost'].sum():.0f} of {10 * len(runs)}"
+
+
+@table("uci", query=JOINT)
+def uci_mixing(runs):
+    """Whether chains agree, and how far sigma still moves."""
+    picked = ordered(at_best(runs), data=DATA, method=(OURS, "psmile_naive", SGHMC, "mile"))
+    picked = picked.assign(first=picked["sigma"].str[0], last=picked["sigma"].str[-1])
+    groups = picked.groupby(["data", "method"], sort=False)
+    rows = {
+        "within chains": groups["rhat_within"].agg(mean, digits=2),
+        "across chains": groups["rhat_across"].agg(mean, digits=2),
+        "chains lost": groups[["num_lost"]].apply(lost),
+        "sigma, first to last draw": groups["first"].agg(mean) + " ... " + groups["last"].agg(mean),
+    }
+    return pd.DataFrame(rows), picked
+
+
+def wins(runs: pd.DataFrame, rival: str, sign: int = 1) -> str:
+    """On how many data sets `psmile` is two standard errors above a method, or below it."""
+    gaps = ahead(at_best(runs))[rival].groupby("data").agg(["mean", "sem"]).dropna()
+    return f"{(sign * gaps['mean'] > 2 * gaps['sem']).sum()} of {len(gaps)}"
+
+
+def chosen(runs: pd.DataFrame, method: str, batch: Any = None) -> pd.Series:
+    """LPPD by data set and split, at the setting with the best validation score."""
+    runs = runs[(runs["method"] == method) & runs["valid"].notna()]
+    runs = runs if batch is None else runs[runs["batch"] == batch]
+    places = runs.groupby(["data", "split"])["valid"].idxmax()
+    return runs.loc[places].set_index(["data", "split"])["lppd"]
+
+
+@table("centers")
+def centres(runs):
+    """Every method."""
+    columns = {f"psmile, {x}": chosen(runs, "psmile", x) for x in (100, 400, 1_600, "full")}
+    columns |= {f"centres, {x}": chosen(runs, "centres", x) for x in (100, 400)}
+    columns["two gradients, 100"] = chosen(runs, "two gradients")
+    columns["angle .12, 100"] = chosen(runs, "larger angle")
+    columns |= {x: chosen(runs, x) for x in ("AdamW", "Muon", ENSEMBLE, "CatBoost")}
+    return pd.DataFrame(columns).groupby("data").agg(mean_error).reindex(DATA), runs
+
+
+def gains(runs: pd.DataFrame) -> pd.DataFrame:
+    """Differences by data set and split."""
+    psmile, ours = chosen(runs, "psmile", 100), chosen(runs, "centres")
+    found = {"centres 100 - psmile 100": chosen(runs, "centres", 100) - psmile}
+    found["two gradients - psmile, 100"] = chosen(runs, "two gradients") - psmile
+    found["centres - psmile, both by validation"] = ours - chosen(runs, "psmile")
+    for method in ("AdamW", "Muon", ENSEMBLE, "CatBoost"):
+        found[f"centres - {method.removeprefix('deep ')}"] = ours - chosen(runs, method)
+    return pd.DataFrame(found)
+
+
+@table("centers")
+def centres_gains(runs):
+    """Of each data set."""
+    return gains(runs).groupby("data").agg(mean_error, sign="+").reindex(DATA), runs
+
+
+@table("centers")
+def centres_mean(runs):
+    """Of all data sets."""
+    return gains(runs).apply(mean_error, sign="+").to_frame().T, runs
 
 
 # Networks on images and text, and the ladder of sizes.
 NAMES = {"lenet": "LeNet", "resnet7": "ResNet-7", "resnet18": "ResNet-18", "vit": "ViT"}
 NAMES |= {"nanogpt": "GPT", "perceptron": "perceptron"}
-SCORES = {"LPPD": "lppd", "accuracy": "accuracy", "ECE": "ece", "AUROC, foreign": "ood_auroc"}
-VARIANTS = {"": "", "allowed": ", around the start", "angle temperature": ", cold"}
-START = Pick({"method": ENSEMBLE, "options": {}})
-NETWORKS = found("task", "form", "method", "options", task=NAMES)
-ON_LADDER = ("N(0, 1)", "fan in", "around the start", "cold", "training on")
-ANGLES = (0.003, 0.01, 0.03, 0.1, 0.3)
-SEEN = {"LPPD": 4, "accuracy": 4, "single": 3, "loss": 3, "norm": 0, "distance": 1, "R-hat": 2}
+SCORES = {"lppd": "LPPD", "accuracy": "accuracy", "ece": "ECE", "ood_auroc": "AUROC, foreign"}
+AROUND, COLD = {"allowed": 0.03}, {"angle": 0.3, "temperature": "auto"}
+VARIANTS = {text_of({}): "", text_of(AROUND): ", around the start", text_of(COLD): ", cold"}
 
 
-def varied(options: Mapping[str, Any]) -> str:
-    """Names of the options of a cell."""
-    return " ".join(sorted(options))
-
-
-def variant(view: View) -> str:
-    """A method and, for `psmile`, what it samples."""
-    return view.first("method") + VARIANTS[varied(view.first("options"))]
-
-
-# Of the small form: the samplers and baselines at their usual settings.
-SMALL = {"form": "small", "method": lambda x: x != ENSEMBLE}
-SMALL["options"] = lambda x: varied(x) in VARIANTS
-
-
-def listed(view: View) -> str:
-    """Options of a cell."""
-    options = sorted(view.first("options").items())
-    return ", ".join(f"{name} {short(x) if isinstance(x, float) else x}" for name, x in options)
-
-
-def named(view: View) -> str:
+def named(runs: pd.DataFrame) -> pd.Series:
     """Name of a network, with what differs from its form."""
-    return ", ".join([NAMES[view.first("task")], *view.first("form").split()[1:]])
+    changed = runs["form"].str.split().str[1:].map(lambda parts: ", ".join(["", *parts]))
+    return runs["task"].map(NAMES) + changed
 
 
-def seconds(view: View) -> str:
-    """Of one chain."""
-    known = view.values("chains.*.seconds.1")
-    return number(fmean(known), ".0f") if known else "resumed"
+def listed(options: str) -> str:
+    """Options of a cell."""
+    pairs = json.loads(options).items()
+    return ", ".join(f"{name} {short(x) if isinstance(x, float) else x}" for name, x in pairs)
+
+
+@table("networks", query="form == 'small'")
+def scale(runs):
+    """Samplers and baselines at their usual settings, paired with the ensembles by seed."""
+    runs = ordered(runs[runs["options"].isin(VARIANTS)], task=NAMES)
+    is_start = runs["method"] == ENSEMBLE
+    before = runs[is_start].groupby("task")["lppd"].agg(mean_error, digits=4)
+    pairs = runs[~is_start].merge(
+        runs[is_start], on=["task", "seed"], suffixes=("", " before"), how="left"
+    )
+    gains = {f"{x}, gain": pairs[name] - pairs[f"{name} before"] for name, x in SCORES.items()}
+    pairs = pairs.assign(**gains, network=named(pairs))
+    pairs["method"] += pairs["options"].map(VARIANTS)
+    groups = pairs.groupby(["network", "method"], sort=False)
+    rows = {ENSEMBLE: groups["task"].first().map(before)}
+    rows["LPPD"] = groups["lppd"].agg(mean_error, digits=4)
+    rows |= {gain: groups[gain].agg(mean_error, digits=4, sign="+") for gain in gains}
+    return pd.DataFrame(rows | {"seeds": groups.size()}), runs
+
+
+@table("networks", query="form.str.split().str[0] == 'small'")
+def scale_cells(runs):
+    """All cells of the small form."""
+    keys, runs = ["network", "method", "options"], ordered(runs, task=NAMES)
+    runs = runs.assign(network=named(runs), options=runs["options"].map(listed))
+    chains = runs.explode("chains")
+    chains["sampling"] = chains["chains"].str["seconds"].str[1].astype(float)
+    chains["peak"] = chains["chains"].str["peak_mib"].astype(float)
+    groups, of_chains = (x.groupby(keys, sort=False) for x in (runs, chains))
+    rows = {title: groups[name].agg(mean_error, digits=4) for name, title in SCORES.items()}
+    rows["one chain"] = groups["single.lppd"].agg(mean, digits=4)
+    rows["seconds"] = of_chains["sampling"].agg(mean, digits=0).replace("", "resumed")
+    rows["MiB"] = of_chains["peak"].max().map("{:.0f}".format)
+    return pd.DataFrame(rows), runs
 
 
 # Every method at the setting that validation data choose, and the same for its rivals.
-TRAINED_ON = {"checkpoints": "AdamW trains on", "muon": "Muon trains on", "spectral": "spectral"}
+TRAINED_ON = {"checkpoints": "AdamW trains on", "muon": "Muon trains on"}
 MATRICES = (ENSEMBLE, "checkpoints", "muon", OURS, "spectral")
 
 
-def at_chosen(view: View, rival: str = "") -> Pick:
-    """Records of the row or a rival at the setting with the best validation LPPD."""
-    method = rival or view.scope["method"]
-    return Pick({"method": method}, best="options", score="valid_lppd")
-
-
-def of_chosen(path: str, digits: int = 4) -> Cell:
-    """Mean ± standard error over seeds."""
-    return lambda view: mean_error(view.values(path, at_chosen(view)), digits)
-
-
-def over(rival: str, path: str = "lppd") -> Cell:
+def over(picked: pd.DataFrame, rival: str, score: str = "lppd") -> pd.Series:
     """Difference from a rival; its error is over seeds, or over parts of the data of one or two."""
+    keys = ["task", "form", "seed"]
+    theirs = picked.loc[picked["method"] == rival, [*keys, score, "parts"]]
+    pairs = picked[~picked["method"].isin([rival, ENSEMBLE])]
+    pairs = pairs.merge(theirs, on=keys, suffixes=("", " rival"))
 
-    def cell(view: View) -> str:
-        both = at_chosen(view, rival), at_chosen(view)
-        gaps = view.gaps(path, *both)
-        if view.scope["method"] in (rival, ENSEMBLE) or not gaps:
-            return ""
-        theirs, ours = (
-            {look(r, "seed")[0]: r["parts"] for r in view.records(pick) if "parts" in r}
-            for pick in both
-        )
-        seeds = ours.keys() & theirs.keys()
-        if len(gaps) > 2 or path != "lppd" or len(seeds) < len(gaps):
-            return mean_error(gaps, 4, "+")
-        parts, before = (
-            [fmean(of) for of in zip(*(x[seed] for seed in seeds), strict=True)]
-            for x in (ours, theirs)
-        )
-        return mean_error([a - b for a, b in zip(parts, before, strict=True)], 4, "+")
+    def gap(of: pd.DataFrame) -> str:
+        parts = of[["parts", "parts rival"]].dropna()
+        if score == "lppd" and len(of) < 3 and len(parts) == len(of):
+            return mean_error(np.subtract(*(np.mean([*parts[x]], axis=0) for x in parts)), 4, "+")
+        return mean_error(of[score] - of[f"{score} rival"], 4, "+")
 
-    return cell
+    groups = pairs.groupby(["task", "form", "method"])
+    return groups[[score, f"{score} rival", "parts", "parts rival"]].apply(gap)
 
 
-def setting(view: View) -> str:
-    """A method and the setting that validation data chose."""
-    options = {"options": view.records(at_chosen(view))[0]["cell"]["options"]}
-    method = view.scope["method"]
-    chosen = listed(View(view.files, {}, options))
-    return ", ".join(filter(None, [TRAINED_ON.get(method, method), chosen]))
+@table("networks", query="form.str.startswith('small') and valid_lppd.notna()")
+def matrices(runs):
+    """AdamW, Muon, and samplers that move matrices as matrices."""
+    keys = ["task", "form", "method"]
+    picked = best(runs, *keys, setting="options", score="valid_lppd")
+    picked = ordered(picked, task=NAMES, method=MATRICES)
+    groups = picked.groupby(keys, sort=False)
+    options = groups["options"].first().map(listed)
+    rows = {
+        "LPPD": groups["lppd"].agg(mean_error, digits=4),
+        "over AdamW": over(picked, "checkpoints"),
+        "over Muon": over(picked, "muon"),
+        "accuracy": groups["accuracy"].agg(mean_error, digits=4),
+        "ECE after a temperature": groups["calibrated_ece"].agg(mean_error, digits=4),
+        "over Muon ": over(picked, "muon", "calibrated_ece"),
+        "AUROC foreign": groups["ood_auroc"].agg(mean_error, digits=4),
+        "over Muon  ": over(picked, "muon", "ood_auroc"),
+        "one chain": groups["single.lppd"].agg(mean, digits=4),
+        "seeds": groups.size(),
+    }
+    table = pd.DataFrame(rows).reindex(options.index).reset_index()
+    method = table.pop("method").replace(TRAINED_ON) + [x and f", {x}" for x in options]
+    table.insert(0, "network", named(table))
+    table.insert(1, "method, setting by validation data", method)
+    return table.drop(columns=["task", "form"]), picked
 
 
-def at_end(view: View, name: str, digits: int) -> str:
-    """What was seen at the longest budget of a run of the ladder."""
-    record = view.records()[0]
-    seen = record[max(filter(str.isdigit, record), key=int)]
-    value = {key.lower(): x for key, x in seen.items()}[name.lower().replace("-", "_")]
-    return "n/a" if math.isnan(value) else number(value, f".{digits}f")
+@table("ladder")
+def ladder(runs):
+    """LPPD above the ensemble of the starts, at both budgets."""
+    priors = ("N(0, 1)", "fan in", "around the start", "cold", "training on")
+    runs = ordered(runs, size=("1e4", "1e5", "1e6", "1e7"), prior=priors)
+    budgets = [runs[f"{budget}.lppd"] - runs["ensemble.lppd"] for budget in (3_000, 12_000)]
+    gains = [
+        " / ".join(filter(None, (number(x, "+.3f") for x in of)))
+        for of in zip(*budgets, strict=True)
+    ]
+    runs = runs.assign(
+        gain=gains,
+        weights=[
+            f"{n:,}" if n < 100_000 else f"{n:.1e}".replace("e+0", "e")
+            for n in runs["num_parameters"]
+        ],
+        share=numbers(runs["num_parameters"] / runs["num_data"], ".2f"),
+        column=[f"angle {angle}" for angle in runs["angle"]],
+    )
+    rows = runs.pivot(index=["weights", "share", "prior"], columns="column", values="gain")
+    order = pd.MultiIndex.from_frame(runs[["weights", "share", "prior"]].drop_duplicates())
+    return rows.reindex(order).rename_axis(["weights", "d / N", "prior"]), runs
 
 
-def above(angle: float) -> tuple[str, Cell]:
-    """A column of LPPD above the ensemble of the starts, at both budgets."""
-
-    def at(budget: str) -> Cell:
-        gap = lambda r: r[budget]["lppd"] - r["ensemble"]["lppd"] if budget in r else None  # noqa: E731
-        return mean(gap, 3, "+", pick=Pick({"angle": angle}))
-
-    return f"angle {angle}", join(at("3000"), at("12000"), sep=" / ")
+@table("ladder")
+def ladder_cells(runs):
+    """What was seen at the longest budget of each run."""
+    runs = runs.sort_values(["size", "prior"], kind="stable")
+    rows = {
+        "weights": runs["size"],
+        "prior": runs["prior"],
+        "angle": runs["angle"],
+        "gradients": numbers(runs["num_gradients"], ","),
+        "precision": runs["precision"].map(short),
+    }
+    seen = {"LPPD": 4, "accuracy": 4, "single": 3, "loss": 3, "norm": 0, "distance": 1, "R-hat": 2}
+    for title, digits in seen.items():
+        name = title.lower().replace("-", "_")
+        at_end = [run[f"{run['num_gradients']}.{name}"] for _, run in runs.iterrows()]
+        rows[title] = [number(x, f".{digits}f") or "n/a" for x in at_end]
+    return pd.DataFrame(rows), runs
 
 
 # Draws against NUTS, and known posteriors.
-FIXED_ANGLES = ("0.06", "0.12", "0.25", "0.5", "1.0")
-
-
-def regular(method: str) -> Cell:
-    """Error of the variance, and in parentheses the bias of the pooled one."""
-    pick = Pick({"method": method})
-    error = stat("variance_error", max, ".3f", pick), stat("variance_error_se", max, ".3f", pick)
-    return join(join(*error, sep=" ± "), " (", stat("bias", max, "+.3f", pick), ")")
-
-
 # Fewer independent draws than these do not show whether a bound is met.
 ENOUGH_DRAWS = 100
 BOUNDS = {"mean": 0.1, "sd": 0.1, "w1": 0.12}
-NOISES = ("isotropic", "diagonal", "correlated", "varied")
-TARGETS = ("gaussian", "rosenbrock", "funnel")
-PLACES = each(target=TARGETS, noise=NOISES)
-LEAPFROG, LENGTH = "psmile_naive leapfrog", "psmile_naive leapfrog L=10"
-SEARCHED = ("smile_naive", "sgld", "sghmc", "psmile_naive", LEAPFROG, LENGTH)
-LONG, SHORT = {"gradients": 1_000_000}, {"gradients": 200_000}
 
 
-def within(record: Record) -> str:
+def within(runs: pd.DataFrame) -> pd.Series:
     """Whether the largest net errors are small; few draws cannot show it."""
-    if record["smallest_ess"] < ENOUGH_DRAWS:
-        return "too few draws"
-    is_met = all(record[f"{name} max"]["net"] <= BOUNDS[name] for name in ("mean", "sd"))
-    return "yes" if is_met else "no"
+    is_met = (runs["mean max.net"] <= BOUNDS["mean"]) & (runs["sd max.net"] <= BOUNDS["sd"])
+    return is_met.map({True: "yes", False: "no"}).where(
+        runs["smallest_ess"] >= ENOUGH_DRAWS, "too few draws"
+    )
 
 
-def met(view: View) -> str:
+def posteriors_met(runs: pd.DataFrame) -> str:
     """How many posteriors are within the bounds."""
-    verdicts = view.values(within, Pick({"part": "posteriors"}))
-    return f"{verdicts.count('yes')} of {len(verdicts)}"
+    return f"{sum(within(runs) == 'yes')} of {len(runs)}"
 
 
-def agreement(view: View, data: str, share: int) -> str:
+@table("agreement", query="part == 'posteriors'")
+def posteriors(runs):
+    """Errors in posterior standard deviations."""
+    rows = {
+        "posterior": runs["data"],
+        "sampler": runs["method"],
+        "mean": numbers(runs["mean max.raw"]),
+        "net": numbers(runs["mean max.net"]),
+        "sd": numbers(runs["sd max.raw"]),
+        "net ": numbers(runs["sd max.net"]),
+        "smallest ESS": numbers(runs["smallest_ess"], ",.0f"),
+        "within 0.1": within(runs),
+    }
+    return pd.DataFrame(rows), runs
+
+
+def agreement(starts: list[dict[str, Any]]) -> str:
     """Median errors of mean, deviation and W1 over the test inputs, and the ESS."""
-    starts = view.values("starts.*", Pick({"data": data, "share": share}))
-    if not starts:
-        return ""
-    net = [fmean(start[f"{name} median"]["net"] for start in starts) for name in BOUNDS]
-    ess = fmean(start["ess"] for start in starts)
+    net = [np.mean([start[f"{name} median"]["net"] for start in starts]) for name in BOUNDS]
+    ess = np.mean([start["ess"] for start in starts])
     is_met = all(x <= bound for x, bound in zip(net, BOUNDS.values(), strict=True))
     shown = f"{', '.join(number(x, '.2f') for x in net)} ({ess:,.0f})"
     return f"**{shown}**" if is_met and ess >= ENOUGH_DRAWS else shown
 
 
-def shift(record: Record) -> float:
+@table("agreement", query="part == 'networks'")
+def nuts_networks(runs):
+    """Every sampler on two networks, by the size of its batches."""
+    texts = runs.assign(text=runs["starts"].map(agreement))
+    rows = texts.pivot(index="method", columns=["data", "share"], values="text").sort_index(axis=1)
+    rows.columns = [f"{data}, N/{n}".removesuffix("/1") for data, n in rows.columns]
+    return rows.reindex(runs["method"].unique()).rename_axis("mean, sd, W1 (ESS)"), runs
+
+
+@table("agreement", query="part in ['posteriors', 'networks']")
+def nuts_references(runs):
+    """Quality of the references."""
+    rows = runs.groupby(["data", "part"], sort=False).last().reset_index()
+    shown = {
+        "reference": rows["data"] + " (" + rows["part"] + ")",
+        "largest R-hat": numbers(rows["reference.rhat"].map(max)),
+        "smallest ESS": numbers(rows["reference.ess"].map(min), ",.0f"),
+    }
+    return pd.DataFrame(shown), rows
+
+
+def shift(run: pd.Series) -> float:
     """Largest mean rank in standard errors, which sees a shift that chi^2 over 20 bins does not."""
-    scale = math.sqrt(12 * sum(record["counts"][0]))
-    return max(((rank - 0.5) * scale for rank in record["mean_rank"]), key=abs)
+    scale = math.sqrt(12 * sum(run["counts"][0]))
+    return max(((rank - 0.5) * scale for rank in run["mean_rank"]), key=abs)
 
 
-def furthest(ratios: list[float]) -> float:
-    """From one."""
-    return max(ratios, key=lambda ratio: abs(ratio - 1))
+@table("agreement", query="part == 'calibration'")
+def calibration(runs):
+    """Ranks of the truth."""
+    furthest = [max(ratios, key=lambda x: abs(x - 1)) for ratios in runs["variance_ratio"]]
+    rows = {
+        "model": runs["data"],
+        "sampler": runs["method"],
+        "data sets": runs["counts"].str[0].map(sum),
+        "smallest p": runs["p"].map(min).map(short),
+        "of": runs["p"].map(len),
+        "largest shift, s.e.": numbers(runs.apply(shift, axis=1), ".1f"),
+        "variance / uniform": [number(x, ".2f") for x in furthest],
+        "lost": numbers(runs["num_lost"], ".0f"),
+        "uniform": runs["is_uniform"].map({True: "yes", False: "no"}),
+    }
+    return pd.DataFrame(rows), runs
 
 
-def yes(flags: list[bool]) -> str:
-    """A word."""
-    return "yes" if all(flags) else "no"
+@table("tall")
+def tall(runs):
+    """Errors and costs of draws from tall data."""
+    keys = ["problem", "num_data", "size", "method"]
+    groups = runs.assign(
+        num_data=numbers(runs["num_data"], ","),
+        least=runs["variances"].str[0],
+        most=runs["variances"].str[2],
+        draws=runs["ess"].str[1],
+    ).groupby(keys, sort=False)
+    rows = {
+        "error of the mean": groups["mean_error"].agg(mean_error),
+        "of variances": groups["variance_error"].agg(mean_error),
+        "smallest": numbers(groups["least"].min(), ".2f"),
+        "largest variance / exact": numbers(groups["most"].max(), ".2f"),
+        "effective draws": numbers(groups["draws"].min(), ",.0f"),
+        "examples per effective draw": groups["examples"].agg(mean_error, digits=0),
+        "effective draws per second": groups["per_second"].agg(mean_error, digits=1),
+        "R-hat": numbers(groups["rhat"].max(), ".2f"),
+    }
+    return pd.DataFrame(rows).rename_axis(["posterior", "data", "size", "method"]), runs
 
 
-def bias(sampler: str, kind: str = "gaussian", part: str = "mixing", step=False, **of: Any) -> Cell:
-    """Bias ± error, of chains that mix or, without `part`, of all."""
-
-    def cell(view: View) -> str:
-        records = view.records(Pick({"sampler": sampler, "kind": kind, **of}))
-        if not records or (record := records[0][part] if part else records[0]) is None:
-            return "none" * len(records)
-        size = f" ({short(record['step_size'])})" if step and record["step_size"] else ""
-        return value_error(record["bias"], record["error"]) + size
-
-    return cell
+PLACES = pd.MultiIndex.from_product([TARGETS, NOISES], names=["target", "noise"])
+LEAPFROG, LENGTH = "psmile_naive leapfrog", "psmile_naive leapfrog L=10"
+SEARCHED = ["smile_naive", "sgld", "sghmc", "psmile_naive", LEAPFROG, LENGTH]
+LONG = "gradients == 1_000_000 and kind == 'gaussian'"
 
 
-def skewed(sigma: str) -> tuple[str, Cell, Cell]:
-    """A column of log-normal noise: bias and step size."""
-    pick = Pick({"kind": f"lognormal:{sigma}"})
-    return sigma, bias(LEAPFROG, **pick.where, part=""), stat("step_size", max, ".2g", pick)
+def biases(runs: pd.DataFrame, part: str = "mixing.", columns: str = "sampler") -> pd.DataFrame:
+    """Bias ± error by place, of chains that mix or, without `part`, of all."""
+    texts = map(value_error, runs[f"{part}bias"], runs[f"{part}error"])
+    runs = runs.assign(text=[text or "none" for text in texts])
+    return runs.pivot(index=["target", "noise"], columns=columns, values="text").reindex(PLACES)
 
 
-def variances(method: str) -> list[Cell]:
-    """Error of the variances of Gaussians, and the worst one."""
-    pick = Pick({"method": method})
-    return [stat("b2", max, ".4f", pick), stat("worst", max, ".2f", pick)]
+def of_paper(paper: pd.DataFrame, samplers: Sequence[str] = ("psmile_naive",)) -> pd.DataFrame:
+    """Biases of the paper, as our records name them."""
+    paper = paper.query("quantity == 'b2' and kind == 'gaussian' and sampler in @samplers")
+    return paper.rename(columns={"value": "bias"})
 
 
-def in_paper(sampler: str = "psmile_naive", kind: str = "gaussian", **of: Any) -> Cell:
-    """The paper's bias."""
-    pick = Pick({"quantity": "b2", "sampler": sampler, "kind": kind, **of}, "paper")
-    return lambda view: "".join(value_error(r["value"], r["error"]) for r in view.records(pick))
+def by_place(rows: pd.DataFrame) -> pd.DataFrame:
+    """Join target and noise."""
+    rows.index = pd.Index([", ".join(place) for place in rows.index], name="target, noise")
+    return rows
 
 
-def beside(name: str, ours: Cell, paper: Cell) -> list[tuple]:
-    """Two columns."""
-    return [(name, ours), ("paper", paper)]
+@table("analytic", "paper", query=f"{LONG} and sampler == '{OURS}'")
+def bias(runs, paper):
+    """`psmile` beside the paper."""
+    found = of_paper(paper)
+    ours, theirs = biases(runs)[OURS].unstack("target"), biases(found, "")["psmile_naive"]
+    rows = {}
+    for target in TARGETS:
+        rows |= {target: ours[target], f"paper{len(rows) * ' '}": theirs[target]}
+    title = "noise: psmile / paper's pSMILE-naive, best step"
+    return pd.DataFrame(rows).reindex(NOISES).rename_axis(title), pd.concat([runs, found])
 
 
-def chose(record: Record) -> str:
-    """Bias of the ten chains that chose the step size, after the decades with four chains."""
-    fine = record["searched_step_bias_effective"][7:]
-    return number(next(b for size, b, _ in fine if math.isclose(size, record["step_size"])))
+@table("analytic", "paper", query=f"{LONG} and sampler in {[OURS, LEAPFROG, LENGTH]}")
+def bias_forms(runs, paper):
+    """Two searched forms, with their step sizes."""
+    found = of_paper(paper)
+    steps = runs.assign(step=runs["mixing.step_size"].map(lambda x: f" ({short(x)})" if x else ""))
+    steps = steps.pivot(index=["target", "noise"], columns="sampler", values="step")
+    shown = {OURS: "**psmile**, nothing chosen", LEAPFROG: "psmile_naive, best step"}
+    shown |= {LENGTH: "the same, L = 10"}
+    rows = (biases(runs) + steps.replace(" ()", "")).reindex(index=PLACES, columns=[*shown])
+    rows = rows.rename(columns=shown)
+    rows["paper: pSMILE-naive, best step"] = biases(found, "")["psmile_naive"]
+    return by_place(rows), pd.concat([runs, found])
 
 
-def by_validation(view: View, method: str, **where: Any) -> dict[tuple, float]:
-    """LPPD of each data set and split, at the setting with the best validation score."""
-    groups: dict[tuple, list[Record]] = {}
-    for record in view.records(Pick({"method": method, **where})):
-        if "valid" in record:
-            at = record["cell"]
-            groups.setdefault((at["data"], at["split"]), []).append(record)
-    return {x: max(of, key=lambda one: one["valid"])["lppd"] for x, of in groups.items()}
+@table("analytic", "paper", query=f"{LONG} and sampler in {SEARCHED}")
+def bias_smallest(runs, paper):
+    """Every searched sampler, and the paper in a second line of each place."""
+    found = of_paper(paper, SEARCHED)
+    lines = [by_place(biases(runs, "")), biases(found, "").set_axis(["paper"] * len(PLACES))]
+    rows = pd.concat(lines).reindex(columns=SEARCHED)
+    both = rows.iloc[np.arange(2 * len(PLACES)).reshape(2, -1).T.ravel()]
+    return both.rename_axis("target, noise"), pd.concat([runs, found])
 
 
-def validated(method: str, **where: Any) -> Cell:
-    """Mean over the splits."""
-    return lambda view: pivot.mean_error([*by_validation(view, method, **where).values()])
+@table("analytic", "paper", query=f"{LONG} and sampler == '{LEAPFROG}'")
+def paper_chosen(runs, paper):
+    """Chains that chose the step size, which come after decades with four chains, and others."""
+    found = of_paper(paper)
+    searched = [
+        number(next(bias for size, bias, _ in searched[7:] if math.isclose(size, step)))
+        for searched, step in zip(
+            runs["searched_step_bias_effective"], runs["step_size"], strict=True
+        )
+    ]
+    chose = pd.Series(searched, pd.MultiIndex.from_frame(runs[["target", "noise"]]))
+    rows = {"b², ten chains that chose the step": chose.reindex(PLACES)}
+    rows["20 fresh chains"] = biases(runs, "")[LEAPFROG]
+    rows["paper, chains that chose it"] = biases(found, "")["psmile_naive"]
+    return by_place(pd.DataFrame(rows)), pd.concat([runs, found])
 
 
-def ahead_of(theirs: str, ours: str = "centres", which: Any = None, **where: Any) -> Cell:
-    """Mean difference, paired by data set and split."""
-
-    def cell(view: View) -> str:
-        mine = by_validation(view, ours, **which or {})
-        other = by_validation(view, theirs, **where)
-        both = [x for x in mine if x in other]
-        return pivot.mean_error([mine[x] - other[x] for x in both], sign="+")
-
-    return cell
+def compared_biases(ours: pd.DataFrame, theirs: pd.DataFrame, is_behind: bool) -> str:
+    """In how many places a bias is above another one by more than two standard errors, or not."""
+    pairs = ours.merge(theirs, on=["target", "noise"], suffixes=("", " other"))
+    least = 2 * np.hypot(pairs["error"], pairs["error other"])
+    gap = pairs["bias"] - pairs["bias other"]
+    return f"{sum((gap > least) == is_behind)} of {len(pairs)}"
 
 
-def tally(view: View, of_paper: bool) -> str:
-    """How often `psmile` is competitive with its searched forms, or behind the paper.
-
-    That is by at most two standard errors, or by more.
-    """
-    count, places = 0, [place | {"kind": "gaussian"} for place, _ in PLACES([])]
-    for place in places:
-        picks = (Pick(place | LONG | {"sampler": x}) for x in (OURS, LEAPFROG, LENGTH))
-        ours, *forms = (view.records(pick)[0]["mixing"] for pick in picks)
-        best = min(filter(None, forms), key=lambda r: r["bias"])
-        if of_paper:
-            wanted = place | {"quantity": "b2", "sampler": "psmile_naive"}
-            best = view.records(Pick(wanted, "paper"))[0]
-        gap = ours["bias"] - best["value" if of_paper else "bias"]
-        count += of_paper == (gap > 2 * math.hypot(ours["error"], best["error"]))
-    return f"{count} of {len(places)}"
+def mixing(runs: pd.DataFrame, *samplers: str) -> pd.DataFrame:
+    """The smallest bias of chains of these samplers that mix, in each place."""
+    runs = runs[runs["sampler"].isin(samplers)].sort_values("mixing.bias")
+    least = runs.drop_duplicates(["target", "noise"])[
+        ["target", "noise", "mixing.bias", "mixing.error"]
+    ]
+    return least.rename(columns=lambda name: name.removeprefix("mixing."))
 
 
-def noise_bound(view: View) -> str:
-    """Allowed b^2 of `psmile`: at least twice that of `smile`."""
-    least = 0.003 if "isotropic" in view.first("case") else 0.01
-    smile, psmile = (view.first("b2", Pick({"method": name})) for name in ("smile", OURS))
-    if smile is None or psmile is None:
-        return ""
-    bound = max(least, 2 * smile)
-    return number(bound, ".4f") + " (missed)" * (psmile > bound)
-
-
-def noise_met(view: View) -> str:
-    """How many cases are within their bounds."""
-    cases = dict.fromkeys(view.values("case"))
-    bounds = [noise_bound(View(view.files, {}, {"case": case})) for case in cases]
-    return f"{sum('missed' not in bound for bound in bounds)} of {len(bounds)}"
-
-
-# Costs, and other people's loops.
-USUAL = {"part": "update", "leaves": 20, "chains": 1, "grads": "float32"}
+# Costs.
 STEPS = ("adamw", "sgd", "blackjax sgld", "sgld", "smile_naive", "smile", "psmile_naive", OURS)
-FLOATS = {"grads": (None, "float32")}
-RUNS = ("runs, sane", "runs, flagged")
-VERDICTS = (*RUNS, "refused, with advice", "failed", "wrong without a word")
+ALONE = "`of`.isna()"
 
 
-def step_name(view: View) -> str:
+def step_name(cell: Record) -> str:
     """What a cell of costs measures."""
-    cell = view.records()[0]["cell"]
     chains = f", {cell['chains']} chains" if cell["chains"] > 1 else ""
     if cell["part"] == "network":
         loop = ", Python loop" if "per_program" in cell else ""
@@ -408,468 +593,143 @@ def step_name(view: View) -> str:
     return f"update, 10^{len(str(cell['parameters'])) - 1} parameters{leaves}{kind}{chains}"
 
 
-def ratios(title: str, field: str, *names: str, where: Record = {}) -> Table:  # noqa: B006
+def ratios(
+    runs: pd.DataFrame,
+    methods: Iterable[str] = STEPS,
+    title: str = "time / AdamW",
+    field: str = "ratio",
+) -> Made:
     """Costs in units of AdamW's."""
-    columns = [(x, f"{{methods.{x}.{field}:.2f}}") for x in names or STEPS]
-    return Table("step_cost", every(), {"of": None} | where).shows((title, step_name), *columns)
+    rows = {title: [step_name(record["cell"]) for record in runs["record"]]}
+    rows |= {x: numbers(runs[f"methods.{x}.{field}"], ".2f").to_list() for x in methods}
+    return pd.DataFrame(rows), runs
 
 
-def step_of(spec: str, method: str, **where: Any) -> Cell:
-    """The same of one method."""
-    path = f"methods.{method}.ratio"
-    return lambda view: number(view.first(path, Pick({"chains": 1, **where})), spec)
+compiling = partial(ratios, title="compilation / AdamW", field="compile_ratio")
+MAIN = [method for method in STEPS if method not in ("adamw", "blackjax sgld")]
+LARGE_OR_SMALL = "leaves == 20 and grads == 'float32' and parameters in [1_000, 10_000_000]"
+FEW_CELLS = f"{ALONE} and chains == 1 and (part == 'network' or {LARGE_OR_SMALL})"
+TABLES |= {
+    "step-cost-all": (ratios, ALONE, ["step_cost"]),
+    "compilation": (compiling, ALONE, ["step_cost"]),
+    "step-cost": (partial(ratios, methods=MAIN), FEW_CELLS, ["step_cost"]),
+    "step-cost-matrices": (
+        partial(ratios, methods=(OURS, "muon", "spectral")),
+        "`of` == 'matrices'",
+        ["step_cost"],
+    ),
+}
 
 
-def changed(view: View) -> str:
-    """A line as it was, and as it is now."""
-    return " → ".join(f"`{part}`" for part in view.first("line").split(" -> "))
+# Faults.
+@table("faults")
+def faults(runs):
+    """The last run of each part of a campaign."""
+    last = runs.drop_duplicates(["campaign", "of"], keep="last")
+    groups = last.groupby("campaign")
+    rows = groups[["cases", "silent", "raw", "lost"]].sum().map("{:,.0f}".format)
+    rows["date"] = groups["date"].agg(lambda of: ", ".join(sorted({*of})))
+    rows["command"] = groups["command"].agg(lambda of: ", ".join(f"`{x}`" for x in of.unique()))
+    return rows.reindex(runs["campaign"].unique()), last
 
 
-def verdicts(view: View, *named: str) -> tuple[int, int]:
-    """Loops that have one of these verdicts, and all."""
-    known = view.values("verdict", Pick({"kind": "loop", "verdict": VERDICTS}))
-    return sum(x in named for x in known), len(known)
-
-
-def share(view: View) -> str:
-    """Of the loops with the verdict of the row."""
-    count, number_of = verdicts(view, view.scope["verdict"])
-    return f"{count / max(number_of, 1):.0%}"
-
-
-# Which method, and which candidate.
+# Which method.
 MUON = "checkpoints of Muon"
-SHOWN = (ENSEMBLE, "checkpoints", MUON, OURS, "psmile, cold")
 PROBLEMS = {
     "digits": "digits, d / N = 4.5, 4,000 gradients",
     "energy": "energy, d / N = 1.3, 10,000 gradients",
     "airfoil": "airfoil, d / N = 0.63, 10,000 gradients",
-    "LeNet": "LeNet, d / N = 1.1, 12,000 gradients",
 }
 # What of LeNet is in each column.
-ON_LENET = {ENSEMBLE: {}, "checkpoints": {"learning_rate": 0.002}, OURS: {}}
-ON_LENET |= {MUON: {"learning_rate": 0.008}, "psmile, cold": {"temperature": "auto", "angle": 0.3}}
-CANDIDATES = (
-    OURS,
-    "psmile, cold",
-    "psmile, long steps",
-    "psmile, around the start",
-    "optimizer",
-    "Muon",
-)
-ONE = ("trained", "average weights")
-SIZED = ("energy", "digits", "2,000 images", "54,000 images", "LeNet")
+ON_LENET = {
+    ENSEMBLE: (ENSEMBLE, {}),
+    "checkpoints": ("checkpoints", {"learning_rate": 0.002}),
+    MUON: ("muon", {"learning_rate": 0.008}),
+    OURS: (OURS, {}),
+    "psmile, cold": (OURS, COLD),
+}
+SHOWN = [*ON_LENET]
 
 
-def compared(view: View) -> list[Any]:
+def compared(runs: pd.DataFrame) -> list[dict[str, Any]]:
     """Results of `compare.py` on a problem: methods by seed; later records replace rows."""
     by_seed: dict[int, dict[str, Any]] = {}
-    for record in view.records():
+    for record in runs["record"]:
         by_seed.setdefault(record["cell"]["seed"], {}).update(record["methods"])
     return [rows for _, rows in sorted(by_seed.items())]
 
 
-def all_methods(view: View) -> list[tuple]:
-    """Columns of the table of `compare.py`, which depend on the problem."""
-    if not (rows := compared(view)):
-        return []
-    header, lines = verdict.cells(rows)
-    return [*zip(header, *lines, strict=True)]
+def all_methods(runs: pd.DataFrame) -> Made:
+    """The table of `compare.py`."""
+    header, lines = verdict.cells(compared(runs))
+    return pd.DataFrame(lines, columns=header), runs
 
 
-def advice(view: View) -> str:
+def advice(runs: pd.DataFrame) -> str:
     """The three sentences of `compare.py`."""
-    rows = compared(view)
-    return " ".join(verdict.sentences(rows)) if rows else pivot.NO_RECORD
+    return " ".join(verdict.sentences(compared(runs)))
 
 
-def best_of_others(view: View) -> str:
-    """The best method that has no column."""
-    rows, others = compared(view), {}
-    for name in (rows or [{}])[0]:
-        if name not in (*SHOWN, verdict.CHOOSER) and (lppd := verdict.column(rows, name, "lppd")):
-            others[name] = lppd
-    best = max(others, key=lambda name: fmean(others[name]), default=None)
-    return f"{best}: {mean_error(others[best])}" if best else ""
+@table("which_method", "networks")
+def which_method_short(runs, networks):
+    """The main methods on all problems, and on LeNet in the benchmark of networks."""
+    lenet = networks.query("task == 'lenet' and form == 'small'")
+    rows, used = [], [runs]
+    for problem, title in PROBLEMS.items():
+        results = compared(runs[runs["problem"] == problem])
+        lppd = {x: verdict.column(results, x, "lppd") for x in results[0] if x != verdict.CHOOSER}
+        others = {x: values for x, values in lppd.items() if values and x not in SHOWN}
+        best = max(others, key=lambda name: np.mean(others[name]))
+        row = {"problem": title} | {name: mean_error(lppd[name]) for name in SHOWN}
+        rows.append(row | {"best of the others": f"{best}: {mean_error(others[best])}"})
+    row = {"problem": "LeNet, d / N = 1.1, 12,000 gradients"}
+    for name, (method, options) in ON_LENET.items():
+        is_of = (lenet["method"] == method) & (lenet["options"] == text_of(options))
+        row[name] = mean_error(lenet["lppd"][is_of])
+        used.append(lenet[is_of])
+    return pd.DataFrame([*rows, row]), pd.concat(used)
 
 
-def of_method(view: View, name: str) -> str:
-    """LPPD on a problem of `compare.py`, or of LeNet in the benchmark of networks."""
-    if view.scope["problem"] != "LeNet":
-        return mean_error([rows[name]["lppd"] for rows in compared(view) if name in rows])
-    where = {"problem": None, "task": "lenet", "form": "small", "options": ON_LENET[name]}
-    where["method"] = "muon" if name == MUON else name.partition(",")[0]
-    return mean_error(view.values("lppd", Pick(where, "networks")))
+# What stands within a line: a function, the filter, and the files.
+USUAL = "parameters == 10_000_000 and leaves == 20 and chains == 1 and grads == 'float32'"
 
 
-def candidate(view: View, name: str) -> str:
-    """Its test LPPD, bold if `select` chose it."""
-    shown = number(view.first("lppd", Pick({"method": name})))
-    return f"**{shown}**" if name == view.records()[0]["chosen"] else shown or "–"
+def step_of(method: str, digits: int, query: str) -> tuple:
+    """Cost of a step in units of AdamW's."""
+    cost = f"methods.{method}.ratio"
+    return lambda runs: number(runs[cost].iloc[0], f".{digits}f"), query, ["step_cost"]
 
 
-def regret(view: View) -> str:
-    """The best candidate minus the chosen one."""
-    alone = {name: view.first("lppd", Pick({"method": name})) for name in CANDIDATES}
-    mine = alone.get(view.records()[0]["chosen"])
-    return "" if mine is None else number(max(filter(None, alone.values())) - mine)
-
-
-QUICK = {x: x for x in ("LPPD", "accuracy", "F1", "Brier", "ECE", "AURC")}
-QUICK |= {"entropy": "entropy, digits", "shuffled": "entropy, shuffled pixels"}
-
-
-def quick(score: str, title: str = "") -> tuple:
-    """A score of the quickstart: the ensemble's, ours, and the difference."""
-    return versus(title, f"scores.{ENSEMBLE}.{score}", f"scores.{OURS}.{score}")
-
-
-def tempered(score: str, when: str) -> tuple:
-    """The same before or after one temperature."""
-    theirs, ours = (f"methods.{x}.{when}.{score}" for x in (ENSEMBLE, OURS))
-    return versus(f"{score}, {when}", theirs, ours, error=True)
-
-
-def fitted(method: str) -> Cell:
-    """The temperature."""
-    return mean(lambda record: fmean(record["methods"][method]["temperature"]))
-
-
-def drawn(count: int) -> tuple:
-    """LPPD of this many draws: chosen, evenly spaced, and what choosing gains."""
-    chosen, evenly = f"chosen.{count}", f"evenly.{count}"
-    gained = (mean(minus(chosen, x), 3, "+") for x in (evenly, "all"))
-    return f"k = {count}", mean(chosen), mean(evenly), *gained
-
-
-DIFFERENCE = "difference, paired"
-CENTRES_GAINS = (
-    ("data", "{data}"),
-    ("centres 100 - psmile 100", ahead_of("psmile", which={"batch": 100}, batch=100)),
-    ("two gradients - psmile, 100", ahead_of("psmile", "two gradients", batch=100)),
-    ("centres - psmile, both by validation", ahead_of("psmile")),
-    ("centres - AdamW", ahead_of("AdamW")),
-    ("centres - Muon", ahead_of("Muon")),
-    ("centres - ensemble", ahead_of(ENSEMBLE)),
-    ("centres - CatBoost", ahead_of("CatBoost")),
-)
-TABLES: dict[str, Table] = {
-    "paper": paper_rows.TABLE,
-    "paper-chosen": Table("analytic paper", PLACES, LONG | {"sampler": LEAPFROG}).shows(
-        ("target, noise", "{target}, {noise}"),
-        ("b², ten chains that chose the step", lambda view: "".join(map(chose, view.records()))),
-        ("20 fresh chains", "{bias:.3f} ± {error:.3f}"),
-        ("paper, chains that chose it", in_paper()),
+FIGURES: dict[str, tuple[Callable[..., str], str, Sequence[str]]] = {
+    "paper rows": (paper_rows.tally, "", paper_rows.FILES),
+    "quickstart LPPD": (lambda runs: versus(runs, "LPPD")[-1], "", ["quickstart_seeds"]),
+    "quickstart ECE": (lambda runs: versus(runs, "ECE")[-1], "", ["quickstart_seeds"]),
+    "uci wins, scale_adapted_sghmc": (lambda runs: wins(runs, SGHMC), JOINT, ["uci"]),
+    "uci losses, psmile_naive": (lambda runs: wins(runs, "psmile_naive", -1), JOINT, ["uci"]),
+    "yacht lost": (lost, f"{JOINT} and data == 'yacht' and method == '{OURS}'", ["uci"]),
+    "posteriors met": (posteriors_met, "part == 'posteriors'", ["agreement"]),
+    "bias competitive": (
+        lambda runs: compared_biases(mixing(runs, OURS), mixing(runs, LEAPFROG, LENGTH), False),
+        LONG,
+        ["analytic"],
     ),
-    "paper-literal": Table("literal paper", found("target", "noise", "scale")).shows(
-        *under("target, noise, scale", "{target}", "{noise}", "{scale}"),
-        ("b², chains that chose the step", "{chosen:.3f} ± {chosen_error:.3f}"),
-        ("fresh chains at this step", "{bias:.3f} ± {error:.3f}"),
-        ("step", "{step_size:.2g}"),
-        ("paper", in_paper(scale=None)),
+    "bias behind paper": (
+        lambda runs, paper: compared_biases(mixing(runs, OURS), of_paper(paper), True),
+        LONG,
+        ["analytic", "paper"],
     ),
-    "quickstart": Table("quickstart_seeds", each()).shows(
-        ("test, mean over seeds", ENSEMBLE, OURS, DIFFERENCE),
-        *(quick(name, title) for name, title in QUICK.items()),
-    ),
-    "uci": Table("uci", each(data=DATA), JOINT).shows(
-        *plain("data"),
-        scored(ENSEMBLE, ENSEMBLE),
-        scored("scale-adapted SGHMC", SGHMC),
-        scored("psmile_naive, fixed step", "psmile_naive"),
-        scored("**psmile**, its own step", OURS),
-        ("psmile - SGHMC", lambda view: ahead(view, SGHMC)),
-        scored("MILE, full batch", "mile"),
-    ),
-    "uci-differences": Table("uci", each(data=DATA), JOINT).shows(
-        ("psmile minus", "{data}"), *((x, lambda view, x=x: ahead(view, x)) for x in RIVALS)
-    ),
-    "tabular": Table(
-        "uci", found("protocol", "data"), {"protocol": ("tabular", "tabular mean")}
-    ).shows(
-        *under("data, network", "{data}", lambda view: TABULAR[view.scope["protocol"]]),
-        *(scored(x, x) for x in ("CatBoost", ENSEMBLE, OURS)),
-    ),
-    "uci-mixing": Table(
-        "uci", each(data=DATA, method=(OURS, "psmile_naive", SGHMC, "mile")), JOINT
-    ).shows(
-        *plain("data", "method"),
-        ("within chains", mean("rhat_within", 2, error=False, pick=BEST)),
-        ("across chains", mean("rhat_across", 2, error=False, pick=BEST)),
-        ("chains lost", lost),
-        ("sigma, first to last draw", join(*SIGMA, sep=" ... ")),
-    ),
-    "scale": Table("networks", NETWORKS, SMALL).shows(
-        *under("network, method", named, variant),
-        *under(f"{ENSEMBLE}, LPPD", mean("lppd", 4, pick=START), mean("lppd", 4)),
-        *((f"{name}, gain", gain(x, START, digits=4)) for name, x in SCORES.items()),
-        ("seeds", stat("lppd", len, "d")),
-    ),
-    "scale-cells": Table("networks", NETWORKS, {"form": lambda x: x.split()[0] == "small"}).shows(
-        *under("network, method, options", named, "{method}", listed),
-        *((name, mean(x, 4)) for name, x in SCORES.items()),
-        ("one chain", mean("single.lppd", 4, error=False)),
-        *under("seconds, MiB", seconds, stat("chains.*.peak_mib", max, ".0f")),
-    ),
-    "matrices": Table(
-        "networks",
-        found("task", "form", "method", task=NAMES, method=MATRICES),
-        {"valid_lppd": lambda x: x is not None, "form": lambda x: x.startswith("small")},
-    ).shows(
-        ("network", named),
-        ("method, setting by validation data", setting),
-        ("LPPD", of_chosen("lppd")),
-        *under("over AdamW, over Muon", over("checkpoints"), over("muon")),
-        ("accuracy", of_chosen("accuracy")),
-        *under(
-            "ECE after a temperature, over Muon",
-            of_chosen("calibrated_ece"),
-            over("muon", "calibrated_ece"),
-        ),
-        *under("AUROC foreign, over Muon", of_chosen("ood_auroc"), over("muon", "ood_auroc")),
-        (
-            "one chain",
-            lambda view: number(fmean(view.values("single.lppd", at_chosen(view))), ".4f"),
-        ),
-        ("seeds", lambda view: f"{len(view.records(at_chosen(view)))}"),
-    ),
-    "ladder": Table(
-        "ladder", found("size", "prior", size=("1e4", "1e5", "1e6", "1e7"), prior=ON_LADDER)
-    ).shows(
-        ("weights", stat("num_parameters", lambda x: pivot.thousands(x[0]), "")),
-        ("d / N", stat(d_n, max, ".2f")),
-        *plain("prior"),
-        *map(above, ANGLES),
-    ),
-    "ladder-cells": Table("ladder", every("size", "prior")).shows(
-        *under("weights, prior, angle", "{size}", "{prior}", "{angle}"),
-        ("gradients", "{num_gradients:,}"),
-        ("precision", stat(lambda r: r["precision"] or None, max, ".2g")),
-        *((x, lambda view, x=x, n=n: at_end(view, x, n)) for x, n in SEEN.items()),
-    ),
-    "regular": Table(
-        "regular",
-        found("size", "per_pass", "num_gradients", "order"),
-        {"features": "independent", "start": "mode"},
-    ).shows(
-        *under("weights, batches per pass, order", "{size}", "{per_pass}", "{order}"),
-        ("gradients", "{num_gradients:,}"),
-        *((x, regular(x)) for x in (OURS, *(f"diagonal {x}" for x in FIXED_ANGLES))),
-    ),
-    "correlated": Table(
-        "regular", found("size", "order", "method"), {"features": "correlated"}
-    ).shows(
-        *under("weights, order, method", "{size}", "{order}", "{method}"),
-        *under(
-            "smallest, largest variance / exact",
-            stat("variances.*", min, ".2f"),
-            stat("variances.*", max, ".2f"),
-        ),
-        ("mean of them - 1", mean("bias", 3, "+")),
-        *under("error of variance, of mean", *map(mean, ("variance_error", "mean_error"))),
-        *under(
-            "at 6,000: error of variance, of mean ",
-            *map(mean, ("early.variance_error", "early.mean_error")),
-        ),
-    ),
-    "from-zeros": Table("regular", found("size", "method"), {"start": "zeros"}).shows(
-        *under("weights, method, gradients", "{size}", "{method}", "{arrival:,.0f}"),
-        ("arrived", "{num_arrived} of {num_chains}"),
-    ),
-    "tall": Table("tall", found("problem", "num_data", "size", "method")).shows(
-        *under("posterior, data, size, method", "{problem}", "{num_data:,}", "{size}", "{method}"),
-        *under("error of the mean, of variances", *map(mean, ("mean_error", "variance_error"))),
-        *under(
-            "smallest, largest variance / exact",
-            stat("variances.0", min, ".2f"),
-            stat("variances.2", max, ".2f"),
-        ),
-        ("effective draws", stat("ess.1", min, ",.0f")),
-        ("examples per effective draw", mean("examples", 0)),
-        ("effective draws per second", mean("per_second", 1)),
-        ("R-hat", stat("rhat", max, ".2f")),
-    ),
-    "centres": Table("centers", each(data=DATA)).shows(
-        *plain("data"),
-        *((f"psmile, {x}", validated("psmile", batch=x)) for x in (100, 400, 1_600, "full")),
-        *((f"centres, {x}", validated("centres", batch=x)) for x in (100, 400)),
-        ("two gradients, 100", validated("two gradients")),
-        ("angle .12, 100", validated("larger angle")),
-        *((x, validated(x)) for x in ("AdamW", "Muon", ENSEMBLE, "CatBoost")),
-    ),
-    "centres-gains": Table("centers", each(data=DATA)).shows(*CENTRES_GAINS),
-    "centres-mean": Table("centers", each()).shows(*CENTRES_GAINS[1:]),
-    "posteriors": Table("agreement", every(), {"part": "posteriors"}).shows(
-        *under("posterior, sampler", "{data}", "{method}"),
-        *under("mean, net", "{mean max.raw:.3f}", "{mean max.net:.3f}"),
-        *under("sd, net", "{sd max.raw:.3f}", "{sd max.net:.3f}"),
-        ("smallest ESS", "{smallest_ess:,.0f}"),
-        ("within 0.1", stat(within, max, "")),
-    ),
-    "nuts-networks": Table("agreement", found("method"), {"part": "networks"}).shows(
-        ("mean, sd, W1 (ESS)", "{method}"),
-        *(
-            (f"{x}, N/{n}".removesuffix("/1"), lambda view, x=x, n=n: agreement(view, x, n))
-            for x in ("energy", "moons")
-            for n in (1, 2, 8, 32)
-        ),
-    ),
-    "nuts-references": Table(
-        "agreement", found("data", "part"), {"part": ("posteriors", "networks")}
-    ).shows(
-        ("reference", "{data} ({part})"),
-        ("largest R-hat", stat("reference.rhat.*", max, ".3f", Pick(last="data"))),
-        ("smallest ESS", stat("reference.ess.*", min, ",.0f", Pick(last="data"))),
-    ),
-    "calibration": Table("agreement", every(), {"part": "calibration"}).shows(
-        *under("model, sampler, data sets", "{data}", "{method}", stat("counts.0.*", sum, "")),
-        *under("smallest p, of", stat("p.*", min, ".2g"), stat("p.*", len, "")),
-        ("largest shift, s.e.", stat(shift, max, ".1f")),
-        ("variance / uniform", stat("variance_ratio.*", furthest, ".2f")),
-        *under("lost, uniform", "{num_lost}", stat("is_uniform", yes, "")),
-    ),
-    "bias": Table("analytic paper", each(noise=NOISES), LONG).shows(
-        ("noise: psmile / paper's pSMILE-naive, best step", "{noise}"),
-        *(y for x in TARGETS for y in beside(x, bias(OURS, target=x), in_paper(target=x))),
-    ),
-    "bias-forms": Table("analytic paper", PLACES, LONG).shows(
-        ("target, noise", "{target}, {noise}"),
-        ("**psmile**, nothing chosen", bias(OURS, step=True)),
-        ("psmile_naive, best step", bias(LEAPFROG, step=True)),
-        ("the same, L = 10", bias(LENGTH, step=True)),
-        ("paper: pSMILE-naive, best step", in_paper()),
-    ),
-    "bias-smallest": Table("analytic paper", PLACES, LONG).shows(
-        ("target, noise", "{target}, {noise}", "paper"),
-        *((name, bias(name, part=""), in_paper(name)) for name in SEARCHED),
-    ),
-    "bias-heavy-tails": Table("analytic paper", PLACES, SHORT).shows(
-        ("target, noise", "{target}, {noise}"),
-        *(
-            column
-            for x in ("gaussian", "laplace", "student")
-            for column in beside(x.capitalize(), bias(LEAPFROG, x), in_paper(kind=x))
-        ),
-    ),
-    "bias-skewed": Table("analytic", each()).shows(
-        ("sigma", "b^2", "best step size"),
-        *map(skewed, ("0.01", "0.03", "0.1", "0.3", "1.0")),
-    ),
-    "small-noise": Table("small_noise", found("case")).shows(
-        ("noise of the gradients", lambda view: view.first("case").replace("|theta|", "abs theta")),
-        *under("smile: b^2, worst variance", *variances("smile")),
-        *under("psmile: b^2, worst variance", *variances(OURS)),
-        ("Monte Carlo b^2", stat("monte_carlo_b2", max, ".4f", Pick({"method": OURS}))),
-        ("bound", noise_bound),
-    ),
-    "step-cost": ratios(
-        *("time / AdamW", "ratio", "sgd", "sgld", "smile_naive", "smile", "psmile_naive", OURS),
-        where={"chains": 1, "parameters": (None, 1_000, 10**7), "leaves": (None, 20)} | FLOATS,
-    ),
-    "step-cost-all": ratios("time / AdamW", "ratio"),
-    "step-cost-matrices": ratios(
-        *("time / AdamW", "ratio", OURS, "muon", "spectral"), where={"of": "matrices"}
-    ),
-    "compilation": ratios("compilation / AdamW", "compile_ratio"),
-    "large-rows": Table("large_rows", found("network")).shows(
-        *plain("network"),
-        ("weights", "{num_parameters:,}"),
-        ("batch", "{batch_size}"),
-        ("TFLOP per gradient", "{teraflop:.2f}"),
-        ("ms per step", "{step_ms:.0f}"),
-        ("chains x steps", "{num_chains} x {steps:,}"),
-        ("memory of a chain, GiB", "{gib:.1f}"),
-        ("draws, GiB", "{draws_gib:.1f}"),
-        ("hours in all", "{hours:.1f}"),
-    ),
-    "faults": Table("faults", found("campaign")).shows(
-        *plain("campaign"),
-        *((x, lambda view, x=x: f"{sum(view.values(x, LAST)):,}") for x in COUNTS),
-        ("date", lambda view: ", ".join(sorted({*view.values("date", LAST)}))),
-        ("command", lambda view: ", ".join(dict.fromkeys(view.values(COMMAND, LAST)))),
-    ),
-    "public-loops": Table("public_loops", each(kind=("loop",), verdict=VERDICTS)).shows(
-        *plain("verdict"),
-        ("loops", lambda view: f"{verdicts(view, view.scope['verdict'])[0]}"),
-        ("share", share),
-    ),
-    "public-loops-all": Table("public_loops", every(), {"kind": "loop"}).shows(
-        *under("loop, version, changed line", "{repository}, {path}", "{version}", changed),
-        *under("verdict, what was seen", "{verdict}", "{note}"),
-    ),
-    "public-loops-fits": Table("public_loops", every(), {"kind": "recorded"}).shows(
-        *under("loop, version, changed line", "{repository}, {path}", "{version}", changed),
-        ("worst mean", stat("mean_off.*.*", lambda of: max(map(abs, of)), ".2f")),
-        ("sd", stat("sd_ratio.*.*", lambda of: f"{min(of):.2f} to {max(of):.2f}", "")),
-        *under("verdict, what was seen", "{verdict}", "{note}"),
-    ),
-    "temperature": Table("calibration", each(), {"data": "digits"}).shows(
-        ("quickstart, mean over seeds", ENSEMBLE, OURS, DIFFERENCE),
-        ("temperature", *map(fitted, (ENSEMBLE, OURS)), ""),
-        *(tempered(score, when) for score in ("ECE", "LPPD") for when in ("before", "after")),
-    ),
-    "few-draws": Table("few_draws", each(problem=SIZED)).shows(
-        ("test LPPD", *["{problem}"] * 4),
-        ("draws", "`choose`", "evenly spaced", DIFFERENCE, "`choose` - all, paired"),
-        *map(drawn, (1, 2, 4, 8, 16)),
-        ("all", *[join(mean("all"), " ({num_draws:,})")] * 2, "", ""),
-    ),
-    "one-network": Table("few_draws", found("problem", problem=SIZED), {"one": bool}).shows(
-        ("test LPPD", "{problem}"),
-        *((x, mean(f"one.{x}")) for x in ("one draw", *ONE)),
-        ("average weights - all draws", mean(minus("one.average weights", "all"), 3, "+")),
-        *((f"{x}, all chains", mean(f"one.{x}, of all chains")) for x in ONE),
-        ("all draws", mean("all")),
-    ),
-    "few-draws-optimism": Table("few_draws", each(problem=SIZED)).shows(
-        *under("data, validation examples", "{problem}", "{num_validation:,}"),
-        ("draws", "{num_draws:,}"),
-        ("on validation data", mean(minus("validation.15", "validation_all"), 3, "+")),
-        ("on test data", mean(minus("chosen.16", "all"), 3, "+")),
-    ),
-    "selection": Table("selection", found("problem", "seed"), {"method": "select"}).shows(
-        ("problem, seed", "{problem}, {seed}"),
-        ("d / N", stat(d_n, max, ".2g")),
-        (ENSEMBLE, stat("lppd", max, ".3f", Pick({"method": ENSEMBLE}))),
-        *((x, lambda view, x=x: candidate(view, x)) for x in CANDIDATES),
-        *under("best - chosen, cost", regret, "{cost:.2f}"),
-    ),
-    "which-method-short": Table(
-        "which_method networks", each(problem=PROBLEMS), {"smoke": None}
-    ).shows(
-        ("problem", lambda view: PROBLEMS[view.scope["problem"]]),
-        *((x, lambda view, x=x: of_method(view, x)) for x in SHOWN),
-        ("best of the others", best_of_others),
-    ),
+    "step lenet, psmile": step_of(OURS, 2, "network == 'lenet'"),
+    "step gpt, psmile": step_of(OURS, 2, "network == 'gpt'"),
+    "update psmile": step_of(OURS, 1, USUAL),
+    "update smile": step_of("smile", 1, USUAL),
 }
-FIGURES: dict[str, tuple] = {
-    "paper rows": (paper_rows.TABLE.files, paper_rows.tally),
-    "quickstart LPPD": ("quickstart_seeds", quick("LPPD")[-1]),
-    "quickstart ECE": ("quickstart_seeds", quick("ECE")[-1]),
-    "LPPD after temperature": ("calibration", tempered("LPPD", "after")[-1], {"data": "digits"}),
-    "ECE after temperature": ("calibration", tempered("ECE", "after")[-1], {"data": "digits"}),
-    "uci wins, scale_adapted_sghmc": ("uci", lambda view: wins(view, SGHMC), JOINT),
-    "uci losses, psmile_naive": ("uci", lambda view: wins(view, "psmile_naive", -1), JOINT),
-    "yacht lost": ("uci", lambda view: lost(view, at_best(OURS, data="yacht")), JOINT),
-    "posteriors met": ("agreement", met),
-    "bias competitive": ("analytic paper", lambda view: tally(view, of_paper=False)),
-    "bias behind paper": ("analytic paper", lambda view: tally(view, of_paper=True)),
-    "small noise met": ("small_noise", noise_met),
-    "public loops run": ("public_loops", lambda view: "{} of {}".format(*verdicts(view, *RUNS))),
-    "public repositories": ("public_loops", stat("repository", lambda of: len({*of}), "")),
-    "step lenet, psmile": ("step_cost", step_of(".2f", OURS, network="lenet")),
-    "step gpt, psmile": ("step_cost", step_of(".2f", OURS, network="gpt")),
-    "update psmile": ("step_cost", step_of(".1f", OURS, parameters=10**7, **USUAL)),
-    "update smile": ("step_cost", step_of(".1f", "smile", parameters=10**7, **USUAL)),
-}
-for problem in ("digits", "energy", "airfoil"):
-    where = {"problem": problem, "smoke": None}
-    TABLES[f"which-method {problem}"] = Table("which_method", each(), where, all_methods)
-    FIGURES[f"which-method {problem}"] = ("which_method", advice, where)
+for problem in PROBLEMS:
+    where = f"problem == '{problem}'", ["which_method"]
+    TABLES[f"which-method {problem}"] = all_methods, *where
+    FIGURES[f"which-method {problem}"] = advice, *where
 
 
 # Pages.
-
 MARKED = re.compile(r"<!-- (table|figure) ([^>]*?) -->(.*?)<!-- end -->", re.DOTALL)
 OPENED = re.compile(r"<!-- (?:table|figure) ([^>]*?) -->")
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -881,36 +741,42 @@ BARE = re.compile(
 
 
 @cache
-def records_of(name: str) -> list[Record]:
-    """Records of a file; none if it is not there."""
-    return pivot.read(FOLDER / "results" / f"{name}.jsonl")
+def frame_of(name: str) -> pd.DataFrame:
+    """Records of a file."""
+    return frame(read(RESULTS / f"{name}.jsonl"))
+
+
+def result(kind: str, name: str, records: list[Record] | None = None) -> Any:
+    """What a function makes of the files, or of some records in place of its first file's."""
+    make, query, files = (TABLES if kind == "table" else FIGURES)[name]
+    runs, *others = map(frame_of, files)
+    if records is not None:
+        # Fields that only other records have are empty.
+        few = frame(records)
+        runs = few.reindex(columns=runs.columns.union(few.columns, sort=False))
+    runs = runs.query(query, engine="python") if query else runs
+    return make(runs, *others) if len(runs) else None
 
 
 def shown(name: str, records: list[Record] | None = None) -> str:
-    """A table made from the files, or from some records in place of its first file."""
-    files = {x: records_of(x) for x in TABLES[name].files.split()}
-    if records is not None:
-        files[next(iter(files))] = records
-    return pivot.block(TABLES[name], files)
+    """A table in Markdown."""
+    made = result("table", name, records)
+    return markdown(*made) if made else NO_RECORD
 
 
-def made(kind: str, name: str) -> str | None:
-    """The content between the markers; None if there is no such table or figure."""
+def content(kind: str, name: str) -> str | None:
+    """What stands between the markers; None if there is no such table or figure."""
     if name not in (TABLES if kind == "table" else FIGURES):
         return None
-    if kind == "table":
-        return f"\n{shown(name)} "
-    files, cell, *where = FIGURES[name]
-    view = View({x: records_of(x) for x in files.split()}, where[0] if where else {}, {})
-    return pivot.text(cell, view)
+    return f"\n{shown(name)} " if kind == "table" else result(kind, name) or NO_RECORD
 
 
 def rewritten(text: str) -> str:
     """A page with the content of all known markers replaced."""
 
     def replace(found: re.Match[str]) -> str:
-        kind, name, content = found.groups()
-        if OPENED.search(content) or (new := made(kind, name)) is None:
+        kind, name, old = found.groups()
+        if OPENED.search(old) or (new := content(kind, name)) is None:
             return found[0]
         return f"<!-- {kind} {name} -->{new}<!-- end -->"
 
@@ -920,13 +786,13 @@ def rewritten(text: str) -> str:
 def complaints(text: str, page: str) -> Iterator[str]:
     """Sentences that say what is wrong with a page."""
     for marked in MARKED.finditer(text):
-        kind, name, content = marked.groups()
-        inner = OPENED.search(content)
+        kind, name, old = marked.groups()
+        inner = OPENED.search(old)
         if inner:
             yield f"{page}: the marker of {kind} `{name}` is not closed before `{inner[1]}` begins."
-        elif (new := made(kind, name)) is None:
+        elif (new := content(kind, name)) is None:
             yield f"{page}: there is no {kind} `{name}` in benchmarks/tables.py."
-        elif content != new:
+        elif old != new:
             yield f"{page}: {kind} `{name}` is stale; run `python benchmarks/tables.py`."
     rest = MARKED.sub("", text)
     yield from (f"{page}: the marker of `{name}` is not closed." for name in OPENED.findall(rest))
@@ -938,21 +804,26 @@ def complaints(text: str, page: str) -> Iterator[str]:
 
 def uncommitted() -> Iterator[str]:
     """Sentences on records of uncommitted code."""
-    for path in sorted((FOLDER / "results").glob("*.jsonl")):
-        for place, record in enumerate(pivot.read(path), 1):
-            chains = record.get("chains")
-            parts = [record, *(chains if isinstance(chains, list) else [])]
-            if any(isinstance(part, dict) and part.get("dirty") for part in parts):
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        for place, record in enumerate(read(path), 1):
+            if any(part.get("dirty") for part in (record, *record.get("chains", ()))):
                 yield f"{path.name}: record {place} was made with --allow-dirty."
 
 
 def main() -> int:
-    """Rewrite the pages, or check them."""
+    """Rewrite the pages, or check them, or write the records as CSV files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="change nothing, list what is stale")
+    parser.add_argument("--csv", type=Path, metavar="FOLDER", help="write a file for each script")
     arguments = parser.parse_args()
+    if arguments.csv:
+        arguments.csv.mkdir(parents=True, exist_ok=True)
+        for path in RESULTS.glob("*.jsonl"):
+            runs = frame_of(path.stem).drop(columns="record")
+            runs.to_csv(arguments.csv / f"{path.stem}.csv", index=False)
+        return 0
     wrong = []
     notes = sorted((FOLDER / "notes").glob("*.md"))
     others = ("docs/faults.md", "docs/paper.md", "docs/which-method.md", "paper/paper.md")

@@ -233,7 +233,7 @@ def test_moments_with_a_step_size_of_its_own():
 # scale or noise that reckons with its full strength heats coordinates that have none.
 
 NUM_CHAINS, NUM_CALLS = 160, 40_000
-# Where the rules for the noise differ most; `benchmarks/correctness/small_noise.py` has more.
+# Where the rules for the noise differ most; `benchmarks/notes/noise-scale.md` has more.
 SPREADS = {"isotropic .5": np.full(6, 0.5), "half": np.array([2.0, 2, 2, 0, 0, 0])}
 
 

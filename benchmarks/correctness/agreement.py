@@ -65,7 +65,6 @@ DATA: dict[str, dict[str, Callable[[], Posterior]]] = {
     "posteriors": POSTERIORS,
     "calibration": CALIBRATED,
 }
-TABLES = {"networks": "nuts-networks", "posteriors": "posteriors", "calibration": "calibration"}
 USUAL_SHARES = {"networks": (1, 2, 8, 32), "posteriors": (10,), "calibration": (8,)}
 
 
@@ -312,7 +311,7 @@ def main():
     def run(cell: records.Cell) -> records.Record:
         return run_cell(cell, scale, folder)
 
-    table = TABLES[arguments.part]
+    table = "nuts-networks" if arguments.part == "networks" else arguments.part
     records.complete(arguments, cells, run, "seconds", table, scale=list(scale))
 
 

@@ -151,7 +151,7 @@ def standardized_noise(kind: str, key: jax.Array, shape: tuple[int, ...]) -> jax
 
 
 PUBLISHED, LEAPFROG = {"integrator": "minimal_norm"}, {"integrator": "leapfrog"}
-# Column: name for `samplers.build`, and arguments or functions of the step size that give them.
+# Column: name for `samplers.build`, and arguments.
 # Every sampler also gets num_data, prior and key, and those that are searched a step size.
 SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "smile_naive": ("smile_naive", PUBLISHED),
@@ -181,7 +181,6 @@ OURS, PAPERS = "psmile_naive leapfrog", "psmile_naive published"
 def make_sampler(column: str, step_size: jax.Array, key: jax.Array) -> Any:
     """Build the sampler of a column for an energy that is the loss itself."""
     name, options = SAMPLERS[column]
-    options = {k: v(step_size) if callable(v) else v for k, v in options.items()}
     chosen = None if column in DEFAULTS else step_size
     return samplers.build(name, chosen, key=key, num_data=1, prior_precision=0.0, **options)
 

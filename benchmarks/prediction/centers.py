@@ -14,7 +14,6 @@ is left out, for all methods. Rates, batch sizes and angles are chosen by valida
     python benchmarks/prediction/centers.py --output benchmarks/results/centers.jsonl
 """
 
-import importlib
 import time
 import warnings
 from collections.abc import Iterator
@@ -72,11 +71,7 @@ def divided(data, size: Any) -> tuple[Any, int]:
 
 def trees(parts) -> dict[str, float]:
     """LPPD of boosted trees with mean and variance."""
-    model = importlib.import_module("catboost").CatBoostRegressor(
-        loss_function="RMSEWithUncertainty", random_seed=0, verbose=False, allow_writing_files=False
-    )
-    model.fit(*parts[0], eval_set=parts[1])
-    found: Any = {}
+    model, found = uci.boosted(parts[0], parts[1], 0), {}
     for name, (inputs, targets) in zip(("valid", "lppd"), parts[1:], strict=True):
         mean, variance = model.predict(inputs).T
         found[name] = float(stats.norm.logpdf(targets, mean, np.sqrt(variance)).mean())

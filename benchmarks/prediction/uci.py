@@ -239,20 +239,22 @@ def errors(mean: np.ndarray, std: np.ndarray, targets: np.ndarray) -> dict[str, 
     }
 
 
+def boosted(train, validation, seed: int, loss: str = "RMSEWithUncertainty") -> Any:
+    """Boosted trees, stopped by validation data; targets have a mean and a variance, or a mean."""
+    model = importlib.import_module("catboost").CatBoostRegressor(
+        loss_function=loss, random_seed=seed, verbose=False, allow_writing_files=False
+    )
+    return model.fit(*train, eval_set=validation)
+
+
 def trees(cell: records.Cell) -> dict[str, float]:
     """Scores of boosted trees."""
     train, (inputs, targets), test = load(cell["data"], cell["split"])
-    has_variance = cell["protocol"] == "tabular"
-    model = importlib.import_module("catboost").CatBoostRegressor(
-        loss_function="RMSEWithUncertainty" if has_variance else "RMSE",
-        random_seed=cell["split"],
-        verbose=False,
-        allow_writing_files=False,
-    )
-    model.fit(*train, eval_set=(inputs, targets))
-    if has_variance:
+    if cell["protocol"] == "tabular":
+        model = boosted(train, (inputs, targets), cell["split"])
         mean, variance = model.predict(test[0]).T
     else:
+        model = boosted(train, (inputs, targets), cell["split"], "RMSE")
         mean, variance = model.predict(test[0]), np.mean((model.predict(inputs) - targets) ** 2)
     std = np.sqrt(variance)
     lppd = stats.norm.logpdf(test[1], mean, std).mean()

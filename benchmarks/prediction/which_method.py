@@ -12,7 +12,7 @@ place of earlier ones in the tables.
 All but digits need `OPTAX_SMILE_DATA`.
 """
 
-import dataclasses
+from dataclasses import fields
 from typing import Any
 
 from benchmarks import records
@@ -38,12 +38,8 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
         "num_data": len(task.splits.train[0]),
         "num_validation": len(task.splits.valid[0]),
         "num_test": len(task.splits.test[0]),
-        "budget": {name: value for name, value in _fields(task).items() if name in KEPT},
+        "budget": {x.name: getattr(task, x.name) for x in fields(task) if x.name in KEPT},
     }
-
-
-def _fields(task: compare.Problem) -> dict[str, Any]:
-    return {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
 
 
 def main():
