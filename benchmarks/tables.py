@@ -654,7 +654,7 @@ SHOWN = [*ON_LENET]
 def compared(runs: pd.DataFrame) -> list[dict[str, Any]]:
     """Results of `compare.py` on a problem: methods by seed; later records replace rows."""
     by_seed: dict[int, dict[str, Any]] = {}
-    for record in runs["record"]:
+    for record in (record for record in runs["record"] if "smoke" not in record["cell"]):
         by_seed.setdefault(record["cell"]["seed"], {}).update(record["methods"])
     return [rows for _, rows in sorted(by_seed.items())]
 

@@ -51,7 +51,7 @@ def main():
     given = {"smoke": arguments.smoke or None, "only": arguments.methods}
     part = {name: value for name, value in given.items() if value is not None}
     cells = [cell | part for cell in records.cells_of(arguments)]
-    names = (f"which-method {problem}" for problem in arguments.problem)
+    names = [f"which-method {x}" for x in arguments.problem if not arguments.smoke]
     records.complete(arguments, cells, run_cell, "num_parameters", *names)
 
 
