@@ -207,14 +207,13 @@ def test_a_leaf_too_large_or_small_for_half_precision_keeps_its_own(tmp_path):
     assert_same(draws.params["aux"], {name: np.tile(x, (2, 1, 1)) for name, x in wide.items()})
 
 
-@pytest.mark.parametrize("number", [0, DRAWS - 1])
-def test_missing_files_of_draws_are_named(copied, number):
-    """The last one by the newest checkpoint; before the first checkpoint a run has fewer."""
-    (missing,) = copied.glob(f"draw-{number:08d}.*")
-    missing.unlink()
+def test_missing_files_of_draws_are_named(copied):
+    """The newest checkpoint says how many there have to be."""
     named = r"directory=...\)` must be a directory with .* all its 5 draws, got .*"
-    for where, read in (("load_snapshots", optax_smile.load_snapshots), ("sample", draw)):
-        refused(rf"`{where}\({named} draw-{number:08d}\.\*\. Restore it", read, copied)
+    for number in (DRAWS - 1, 0):
+        next(copied.glob(f"draw-{number:08d}.*")).unlink()
+        for where, read in (("load_snapshots", optax_smile.load_snapshots), ("sample", draw)):
+            refused(rf"`{where}\({named} draw-{number:08d}\.\*\. Restore it", read, copied)
 
 
 # Chains of the files of a draw, and whether they are all: processes may be killed between them.
@@ -294,23 +293,17 @@ from jax._src import xla_bridge
 def refuse(*_): raise AssertionError("a device was asked for")
 jax.devices = jax.local_devices = refuse
 draws = optax_smile.load_snapshots("run")
-print(len(list(draws)), draws.params["layer"][0]["w"].shape, xla_bridge.backends_are_initialized())
+assert len(list(draws)) == 15 and draws.params["layer"][0]["w"].shape == (3, 5, 2)
+assert not xla_bridge.backends_are_initialized()
 """
 
 
 def test_loading_needs_no_device_and_no_training_code(runs):
-    folder, command = runs.disk.directory.parent, [sys.executable, "-c", SCRIPT]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    assert run.stdout.split() == ["15", "(3,", "5,", "2)", "False"], run.stderr
+    command = [sys.executable, "-c", SCRIPT]
+    subprocess.run(command, check=True, cwd=runs.disk.directory.parent)
 
 
-def test_a_damaged_file_is_named(copied, monkeypatch):
-    draws = optax_smile.load_snapshots(copied)
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "safetensors.numpy", None)
-        with pytest.raises(ImportError, match=r"pip install 'optax-smile\[storage\]'"):
-            next(iter(draws))
-    (file,) = copied.glob("draw-00000002.*")
-    file.write_bytes(file.read_bytes()[:-5])
-    refused(rf"{file} is damaged .* other draws stay readable", list, draws)
-    assert [len(draws[:6]), len(draws[9:])] == [6, 6]
+def test_a_missing_package_is_named(runs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    with pytest.raises(ImportError, match=r"pip install 'optax-smile\[storage\]'"):
+        next(iter(runs.disk))
