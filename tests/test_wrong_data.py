@@ -137,23 +137,24 @@ class TestFinite:
     def test_a_batch_that_does_not_fit_is_named_and_ends_the_run(self):
         """Of a stream, after 12 draws; of a list it is found before the first step."""
         x, y = EQUAL[0]
+        empty, narrow = (x[:0], y[:0]), (x[:, :1], y)
         given: dict[str, Any] = {"sampler": STUB, "num_warmup": 2, "thin": 1}
+        early = "ended early with 12 of 60 draws per chain: batch 15 of pass 1"
         for reason, bad in (
-            ("is empty", (x[:0], y[:0])),
+            ("is empty", empty),
             (r"has the structure PyTreeDef\(None\), not PyTreeDef\(\(\*, \*\)\) as the fi", None),
             ("has an array of dtype object", (np.array([None] * 4), y)),
-            ("does not fit", (x[:, :1], y)),
         ):
-            early = f"ended early with 12 of 60 draws per chain: batch 15 of pass 1 {reason}"
-            with pytest.warns(UserWarning, match=early):
+            with pytest.warns(UserWarning, match=f"{early} {reason}"):
                 assert sample(iter([*EQUAL, *EQUAL, bad]), **given).num_draws == 12
-            if reason != "does not fit":
-                refused(rf"batches\[7\], which {reason}", sample, [*EQUAL, bad], STUB)
+            refused(rf"batches\[7\], which {reason}", sample, [*EQUAL, bad], STUB)
         # Only the loss knows the shapes that it takes.
-        with pytest.warns(UserWarning, match=early):
-            assert sample([*EQUAL, *EQUAL, bad], **given).num_draws == 12
-        empty = x[:0], y[:0]
-        refused("got one whose batch 15 of pass 1 is empty", sample, iter([*EQUAL, *EQUAL, empty]))
+        rows = [*EQUAL, *EQUAL, narrow]
+        for batches in (iter(rows), rows):
+            with pytest.warns(UserWarning, match=f"{early} does not fit"):
+                assert sample(batches, **given).num_draws == 12
+        rows = iter([*EQUAL, *EQUAL, empty])
+        refused("got one whose batch 15 of pass 1 is empty", sample, rows, STUB)
         finding = found(check([*EQUAL, empty]))["empty batches"]
         assert finding.value == (7,) and "batches [7]" in finding.text
 
