@@ -1,7 +1,7 @@
 """`control_variate=` of a run: centres that move along with the chains."""
 
+import collections
 import functools
-import itertools
 import warnings
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from numpyro.diagnostics import effective_sample_size
-from runs import assert_same_bits
+from runs import assert_same_bits, refused
 
 import optax_smile
 
@@ -20,6 +20,7 @@ RNG = np.random.default_rng(3)
 X: Any = np.float32(RNG.normal(size=(NUM_DATA, SIZE)) @ (np.eye(SIZE) + 0.3))
 Y: Any = np.float32(X @ np.ones(SIZE) + RNG.normal(size=NUM_DATA))
 SAMPLER = optax_smile.sgld(2e-5, num_data=NUM_DATA, key=0)
+ADAPTIVE = optax_smile.psmile(num_data=NUM_DATA, key=0)
 
 
 class Batches:
@@ -38,7 +39,7 @@ class Batches:
             yield jax.tree.map(lambda x, i=first: x[rows[i : i + self.size]], self.data)
 
 
-WHOLE = [(X, Y)]
+WHOLE, SHUFFLED = [(X, Y)], [*Batches()]
 
 
 def linear(w, batch):
@@ -67,31 +68,31 @@ def exact():
     return covariance @ x.T @ y, np.linalg.cholesky(covariance)
 
 
-@pytest.mark.parametrize("form", ["plain", "stored", "keys", "aux", "own batches"])
+def with_average(w, batch, *, aux):
+    return linear(w, batch), 0.9 * aux + 0.1 * batch[1].mean()
+
+
+OWN = [tuple(np.stack([x[i::60]] * CHAINS) for x in (X, Y)) for i in range(60)]
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stored": {"batches": SHUFFLED, "control": SHUFFLED},
+    "keys": {"loss": disturbed, "stochastic": True},
+    "aux": {"loss": with_average, "aux": jnp.zeros(CHAINS)},
+    "own batches": {"per_chain": True, "batches": OWN, "control": OWN},
+}
+SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in FORMS if form != "plain"]
+
+
+@pytest.mark.parametrize("form", ["plain", *SLOW])
 def test_posterior_and_effective_draws(form):
     """The exact posterior, also with what goes with a loss."""
     mean, root = exact()
-    others: dict[str, Any] = {}
-    loss: Any = linear
-    if form == "stored":
-        others["batches"] = others["control"] = [*itertools.islice(Batches(), 60)]
-    if form == "keys":
-        others, loss = {"stochastic": True}, disturbed
-    if form == "aux":
-        others = {"aux": jnp.zeros(CHAINS)}
-        loss = lambda w, batch, *, aux: (linear(w, batch), 0.9 * aux + 0.1 * batch[1].mean())  # noqa: E731
-    if form == "own batches":
-        stacked = tuple(np.stack([x] * CHAINS) for x in (X, Y))
-        own = [tuple(x[:, i::60] for x in stacked) for i in range(60)]
-        others = {"per_chain": True, "batches": own, "control": own}
-    sampler = optax_smile.psmile(num_data=NUM_DATA, key=0)
-    draws = draw(loss, sampler, num_warmup=2_000, num_draws=500, thin=4, **others)
+    draws = draw(sampler=ADAPTIVE, num_warmup=2_000, num_draws=500, thin=4, **FORMS[form])
     w = draws.params
     if form == "aux":
         assert abs(w["aux"][:, -1] - Y.mean()).max() < 0.5
         w = w["params"]
-    z = np.linalg.solve(root, np.moveaxis(np.asarray(w, float) - mean, -1, 0).reshape(SIZE, -1))
-    z = np.moveaxis(z.reshape(SIZE, CHAINS, -1), 0, -1)
+    z = np.linalg.solve(root, (np.asarray(w, float) - mean)[..., None])[..., 0]
     np.testing.assert_allclose(z.var((0, 1)), 1, atol=0.12)
     np.testing.assert_allclose(z.mean((0, 1)), 0, atol=0.1)
     assert np.median(effective_sample_size(z)) > 600
@@ -110,9 +111,8 @@ def test_gradients_are_those_of_all_data():
 
     def run(**others):
         sampler = optax_smile.sgld(1e-5, num_data=NUM_DATA, key=0)
-        given: dict[str, Any] = {"num_warmup": 60, "num_draws": 40, "thin": 1, "key": 1}
-        given |= {"params": data.mean(0) + start() / 10, **others}
-        return draw(loss, sampler, **given)
+        others |= {"params": data.mean(0) + start() / 10}
+        return draw(loss, sampler, num_warmup=60, thin=1, **others)
 
     reduced = run(batches=Batches(data=data), control=[data[:999], data[999:]])
     assert np.all(reduced.trace["noise_left"][:, -40:] < 1e-9)
@@ -125,42 +125,35 @@ def test_gradients_are_those_of_all_data():
     np.testing.assert_allclose(noise, noise_of_all, atol=1e-5)
 
 
-@pytest.mark.parametrize("integrator", ["leapfrog", "minimal_norm"])
-def test_stored_gradients_are_those_that_would_be_computed(integrator):
+def test_stored_gradients_are_those_that_would_be_computed():
     """Two gradients per step and an even number of batches: every second pass is rotated."""
-    given: dict[str, Any] = {"num_data": NUM_DATA, "integrator": integrator}
+    given: dict[str, Any] = {"num_data": NUM_DATA, "integrator": "minimal_norm"}
     sampler = optax_smile.mclmc(1e-3, decoherence_length=0.1, key=0, **given)
-    batches = [*itertools.islice(Batches(), 60)]
-    stored, computed = (draw(linear, sampler, x, batches) for x in (batches, WHOLE))
+    stored, computed = (draw(linear, sampler, x, SHUFFLED) for x in (SHUFFLED, WHOLE))
     assert stored.trace["num_passes"][:, -1].min() > 2
     np.testing.assert_allclose(stored.params, computed.params, rtol=2e-4)
 
 
-@pytest.mark.parametrize("sampler", [SAMPLER, optax_smile.psmile(num_data=NUM_DATA, key=0)])
+@pytest.mark.parametrize("sampler", [SAMPLER, pytest.param(ADAPTIVE, marks=pytest.mark.slow)])
 def test_a_run_in_pieces_gives_the_bits_of_one_in_one_go(tmp_path, sampler):
     """Stopped before, at and after the centres are renewed."""
-    batches = [*itertools.islice(Batches(), 60)]
-    given: dict[str, Any] = {"key": 0, "control_variate": batches, "steps_per_dispatch": 7}
+
+    def begin(directory, **others):
+        given: dict[str, Any] = {"key": 0, "steps_per_dispatch": 7, "directory": directory}
+        return optax_smile.Run(linear, start(), SHUFFLED, sampler, **given, **others)
 
     def run(directory, *ends):
-        for end in ends:
-            with optax_smile.Run(
-                linear, start(), batches, sampler, directory=directory, **given
-            ) as pieces:
+        for end in (*ends, 210):
+            with begin(directory, control_variate=SHUFFLED) as pieces:
                 pieces.advance(end)
-        with optax_smile.Run(
-            linear, start(), batches, sampler, directory=directory, **given
-        ) as pieces:
-            pieces.advance(210)
-            for _ in pieces.draws(3, thin=70):
-                pass
+                if end == 210:
+                    collections.deque(pieces.draws(3, thin=70), maxlen=0)
         return pieces.snapshots()
 
     whole, pieces = run(tmp_path / "whole"), run(tmp_path / "pieces", 7, 70, 140, 203)
     assert_same_bits(pieces, whole)
     assert whole.trace["num_passes"].max() >= 2
-    with pytest.raises(ValueError, match="control_variate"):
-        optax_smile.Run(linear, start(), batches, sampler, key=0, directory=tmp_path / "whole")
+    refused("control_variate", begin, tmp_path / "whole")
 
 
 def test_where_it_does_not_pay_the_run_is_the_plain_one():
@@ -186,7 +179,7 @@ SHIFTED = (X, Y + 1)
 
 def test_a_batch_that_is_not_finite_ends_no_run():
     """Its own steps are rejected, as without a control variate."""
-    spoilt = [*itertools.islice(Batches(), 60)]
+    spoilt = [*SHUFFLED]
     spoilt[7] = (spoilt[7][0], np.full_like(spoilt[7][1], np.nan))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -198,8 +191,7 @@ def test_a_batch_that_is_not_finite_ends_no_run():
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "dropped rows": (
-        r"`sample\(control_variate=...\)` must be a pass over all data, `num_data` = 3000 rows,"
-        r" got 2950 rows\. Pass each example once, in",
+        r"=...\)` must be a pass over all data, `num_data` = 3000 rows, got 2950 rows\. Pass each",
         {"control": [(X[50:], Y[50:])]},
     ),
     "endless": ("got more than 3000 rows", {"control": Batches(lambda: np.arange(9_999) % 3_000)}),
@@ -221,25 +213,24 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_give_a_wrong_gradient_of_all_data_is_refused(case):
     message, given = REFUSED[case]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        with pytest.raises(ValueError, match=message):
-            draw(**given)
+    refused(message, draw, **given)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("sampler", [SAMPLER, optax.adamw(1e-4)])
 def test_select_gives_it_to_samplers(sampler):
     """An optimizer beside them keeps its gradients."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        selection = optax_smile.select(
-            linear, start(), Batches(), {"only": sampler},
-            lambda w, x: (x @ w, jnp.zeros(())), (X[:50], Y[:50]), likelihood="gaussian",
-            num_warmup=200, num_draws=40, thin=5, key=0, control_variate=WHOLE, progress=False,
-        )  # fmt: skip
-    trace = selection.draws.trace
+    validation, apply_fn = (X[:50], Y[:50]), lambda w, x: (x @ w, jnp.zeros(()))
+    given: dict[str, Any] = {"num_warmup": 200, "num_draws": 40, "thin": 5, "key": 0}
+    given |= {"likelihood": "gaussian", "control_variate": WHOLE, "progress": False}
+    candidates = {"only": sampler}
+    found = optax_smile.select(
+        linear, start(), Batches(), candidates, apply_fn, validation, **given
+    )
+    trace = found.draws.trace
     is_used = "num_reduced" in trace and trace["num_reduced"].max() > 0
     assert is_used == (sampler is SAMPLER)

@@ -85,6 +85,7 @@ def test_mean_and_mean_gradient_are_those_of_the_loss(is_stored):
     assert jnp.sum(slopes[0].var(0)) < 0.1 * jnp.sum(before.var(0))
 
 
+@pytest.mark.slow
 def test_draws_of_a_regression_are_those_of_its_posterior():
     """Without any choice: from zeros, 1 % of the data in a batch, 12,000 gradients per chain.
 
@@ -175,10 +176,7 @@ def test_bad_data_and_losses_are_refused():
         (lambda: search(batches=iter(half)), r"batches=.*can be repeated"),
         (lambda: search(params=np.full(SIZE, 1e30, np.float32)), r"params=.*are finite"),
         (lambda: search(loss=lambda w, b: (linear(w, b), None)), r"loss_fn=.*without `aux`"),
-        (
-            lambda: search(loss=lambda w, b, key: linear(w, b)),
-            r"loss_fn=.*of \(params, batch\)",
-        ),
+        (lambda: search(loss=lambda w, b, key: linear(w, b)), r"loss_fn=.*of \(params, batch\)"),
         (lambda: search(loss=lambda w, b: (b[0] @ w) ** 2), r"loss_fn=.*scalar"),
         (lambda: search(params=np.ones(1_025, np.float32)), r"params=.*at most 1,024 parameters"),
         (lambda: tall.stored(linear, center, (X, Y)), r"data=.*the data of the centre"),

@@ -56,28 +56,26 @@ def test_members_start_apart_and_converge():
 
 def test_a_loader_may_use_its_memory_again():
     rows = [runs.aligned(20_000, 2) + np.array([TARGET]) + shift for shift in (0.1, -0.2, 0.3)]
-    memory, held = runs.aligned(20_000, 2), runs.aligned(20_000, 2)
+    held = runs.aligned(20_000, 2)
     held[:] = TARGET
-
-    class Spoilt(runs.Reused):
-        def __iter__(self):
-            yield from super().__iter__()
-            held[:] = np.nan
+    reused = runs.Reused(rows, runs.aligned(20_000, 2))
+    spoilt = runs.Watched(reused, runs.at(4, lambda: held.fill(np.nan)))
 
     def loss(params, batch):
         return jnp.mean((params["w"][None] - batch) ** 2)
 
     given = {"num_epochs": 3, "optimizer": optax.sgd(0.05), "loss": loss}
-    again = train(Spoilt(rows, memory), validation=held, **given)
+    again = train(spoilt, validation=held, **given)
     assert_same_bits(again, train(rows, validation=jnp.tile(TARGET, (20_000, 1)), **given))
 
 
-def test_the_bar_says_why_a_training_ends_early(capsys):
+def test_a_training_ends_early_and_the_bar_says_why(capsys):
     given = {"optimizer": optax.set_to_zero(), "validation": TARGET, "patience": 4}
     for number, end in ((50, "100%.* 5/5 .*no smaller validation loss"), (3, "100%.* 3/3 .*loss=")):
-        train([TARGET], num_epochs=number, progress=True, **given)
+        train(batches := Batches(), num_epochs=number, progress=True, **given)
         last = capsys.readouterr().err.strip().split("\r")[-1]
         assert re.search(end, last) and ("smaller" in last) == (number == 50)
+        assert batches.passes == min(number, 1 + 4)
 
 
 def test_best_weights_of_each_member_by_validation():
@@ -90,28 +88,30 @@ def test_best_weights_of_each_member_by_validation():
     expected = paths[np.arange(3), losses.argmin(axis=1)]
     np.testing.assert_allclose(got, expected, atol=1e-4)
     assert len(set(losses.argmin(axis=1).tolist())) > 1
-    still = {"optimizer": optax.set_to_zero(), "validation": TARGET, "num_epochs": 50}
-    train(batches := Batches(), patience=4, **still)
-    assert batches.passes == 1 + 4
 
 
-def test_batches_that_do_not_suffice():
-    def with_aux(params, batch, aux):
-        return 0.0, aux
-
-    def wide(params, batch, aux):
-        return 0.0, jnp.zeros(2)
-
-    for batches, arguments, message in (
-        ([], {}, r"batches=...\)` must be .*got none in epoch 1"),
-        (iter([TARGET]), {"num_epochs": 2}, r"batches=...\)` must be .*got none in epoch 2"),
-        ([TARGET * jnp.nan], {"num_epochs": 1}, r"loss_fn=...\)` must be .* members \[0, 1, 2\]"),
-        ([TARGET], {"validation": {"w": TARGET}}, r"validation=...\)` must be "),
-        ([TARGET], {"validation": TARGET * jnp.nan}, r"validation=...\)` must be finite, got nan"),
-        ([TARGET], {"aux": jnp.ones(3), "loss": wide}, r"`new_aux` like `aux`, \(\), got \(2,\)\."),
-        ([TARGET], {"aux": jnp.zeros(2), "loss": with_aux}, r"aux=...\)` .* axis of 3 members"),
-    ):
-        refused(rf"`warmstart\(.*{message}", train, batches, **arguments)
+@pytest.mark.parametrize(
+    "message, batches, arguments",
+    [
+        (r"batches=...\)` must be .*got none in epoch 1", [], {}),
+        (r"batches=...\)` must be .*got none in epoch 2", iter([TARGET]), {"num_epochs": 2}),
+        (r"loss_fn=...\)` must be .* members \[0, 1, 2\]", [TARGET * jnp.nan], {"num_epochs": 1}),
+        (r"validation=...\)` must be ", [TARGET], {"validation": {"w": TARGET}}),
+        (r"validation=...\)` must be finite, got nan", [TARGET], {"validation": TARGET * jnp.nan}),
+        (
+            r"`new_aux` like `aux`, \(\), got \(2,\)\.",
+            [TARGET],
+            {"aux": jnp.ones(3), "loss": lambda params, batch, aux: (0.0, jnp.zeros(2))},
+        ),
+        (
+            r"aux=...\)` .* axis of 3 members",
+            [TARGET],
+            {"aux": jnp.zeros(2), "loss": lambda params, batch, aux: (0.0, aux)},
+        ),
+    ],
+)
+def test_batches_and_losses_that_do_not_fit(message, batches, arguments):
+    refused(rf"`warmstart\(.*{message}", train, batches, **arguments)
 
 
 ROWS = [TARGET, TARGET + 0.3, TARGET - 0.2]
@@ -219,22 +219,17 @@ def test_a_chain_for_each_of_the_weights_if_they_fit_together():
     chains = optax_smile.chains_from_weights(weights, num_chains=7, jitter=0)
     np.testing.assert_array_equal(chains["w"][:, 0], [0, 1, 2, 0, 1, 2, 0])
     one = {"w": jnp.ones(3)}
-    for weights, arguments, message in (
-        ([{}], {}, r"weights=...\)` must be a list .*, got trees with no arrays"),
-        ([one, {"v": jnp.ones(3)}], {}, r"weights=...\)` must be a tree of the structure of the"),
-        ([one, {"w": jnp.ones(4)}], {}, r"weights=...\)` must be of shape \(3,\) at \['w'\], .*4"),
-        ([one, {"w": jnp.array([1, jnp.nan, 1])}], {}, r"weights=...\)` must be finite, got nan"),
-        ([one, one], {"num_chains": 1}, r"num_chains=...\)` must be at least 2, .* got 1. Or pass"),
-        (
-            [{"w": np.ones(3, int)}],
-            {},
-            r"weights=...\)` must be floating-point parameters, got int",
-        ),
-        ([one], {"jitter": 0.1}, r"key=...\)` must be a single JAX key.* jitter that separates"),
+    for rule, weights, given in (
+        (r"weights=...\)` must be a list .*, got trees with no arrays", [{}], {}),
+        (r"weights=...\)` must be a tree of the structure of the", [one, {"v": jnp.ones(3)}], {}),
+        (r"weights=...\)` must be of shape \(3,\) at \['w'\], .*4", [one, {"w": jnp.ones(4)}], {}),
+        (r"weights=...\)` must be finite, got nan", [{"w": jnp.array([1, jnp.nan])}], {}),
+        (r"weights=...\)` must be floating-point parameters, got i", [{"w": np.ones(3, int)}], {}),
+        (r"num_chains=...\)` must be at least 2, .*got 1. Or pass", [one, one], {"num_chains": 1}),
+        (r"key=...\)` must be a single JAX key.* jitter that separates", [one], {"jitter": 0.1}),
     ):
-        given: dict[str, Any] = arguments
-        with pytest.raises(ValueError, match=rf"`chains_from_weights\({message}"):
-            optax_smile.chains_from_weights(weights, **given)
+        rule = rf"`chains_from_weights\({rule}"
+        refused(rule, optax_smile.chains_from_weights, weights, **given)
 
 
 def test_chains_from_equal_weights_start_apart():
@@ -251,8 +246,8 @@ def test_chains_from_equal_weights_start_apart():
         assert len(np.unique(chains["w"], axis=0)) == number > len(np.unique(exact["w"], axis=0))
         unit = np.where(exact["w"] == 0, 1, exact["w"])
         assert 0 < np.abs((chains["w"] - exact["w"]) / unit).max() < 5 * 0.01
-        with pytest.raises(ValueError, match=r"key=...\)` must be .* for the jitter that"):
-            optax_smile.chains_from_weights(weights, **given | {"key": None})
+        rule = r"key=...\)` must be .* for the jitter that"
+        refused(rule, optax_smile.chains_from_weights, weights, num_chains=num_chains)
 
 
 def test_jitter_is_relative_to_each_array_of_each_chain():
@@ -261,12 +256,11 @@ def test_jitter_is_relative_to_each_array_of_each_chain():
     weights = [one, jax.tree.map(lambda x: 100 * x, one)]
     given: dict[str, Any] = {"num_chains": 4, "jitter": 0.01, "key": jax.random.key(0)}
     chains: Any = optax_smile.chains_from_weights(weights, **given)
-    noise = {
-        name: np.stack([chains[name][i] / abs(weights[i % 2][name][0]) for i in range(4)])
-        - np.sign(one[name][0])
-        for name in ("w", "v")
-    }
-    rows = np.concatenate([*noise.values()])
+    rows = []
+    for name, unit in (("w", 1), ("v", 5)):
+        for chain, scale in enumerate((1, 100, 1, 100)):
+            rows.append(chains[name][chain] / (unit * scale) - np.sign(one[name][0]))
+    rows = np.stack(rows)
     # Five standard errors of a standard deviation, of a mean and of a correlation.
     assert np.all(abs(rows.std(axis=1) / 0.01 - 1) < 5 / np.sqrt(2 * size))
     assert np.all(abs(rows.mean(axis=1) / 0.01) < 5 / np.sqrt(size))
@@ -281,21 +275,16 @@ def test_a_number_of_steps_makes_an_epoch_of_an_endless_loader(tmp_path):
         for number in itertools.count():
             yield TARGET + number % 3
 
-    given: dict[str, Any] = {
-        "num_members": 1,
-        "steps_per_epoch": 2,
-        "init": lambda key: {"w": 0 * TARGET},
-    }
-    whole = train(endless(), num_epochs=3, **given)["w"]
-    listed = [TARGET, TARGET + 1, TARGET + 2] * 2
-    np.testing.assert_array_equal(
-        whole, train(listed, num_epochs=1, **given | {"steps_per_epoch": 6})["w"]
-    )
-    np.testing.assert_array_equal(whole, train(listed[:3], num_epochs=3, **given)["w"])
-    train(endless(), num_epochs=1, directory=tmp_path, **given)
-    np.testing.assert_array_equal(
-        whole, train(endless(), num_epochs=3, directory=tmp_path, **given)["w"]
-    )
+    def trained(batches, num_epochs, steps_per_epoch=2, directory=None) -> Any:
+        given = {"num_epochs": num_epochs, "steps_per_epoch": steps_per_epoch}
+        return train(batches, num_members=1, directory=directory, **given)["w"]
+
+    whole = trained(endless(), 3)
+    rows = [TARGET, TARGET + 1, TARGET + 2]
+    np.testing.assert_array_equal(whole, trained(rows * 2, 1, steps_per_epoch=6))
+    np.testing.assert_array_equal(whole, trained(rows, 3))
+    trained(endless(), 1, directory=tmp_path)
+    np.testing.assert_array_equal(whole, trained(endless(), 3, directory=tmp_path))
 
 
 def test_weights_that_do_not_change_do_not_improve_by_chance():
@@ -304,17 +293,9 @@ def test_weights_that_do_not_change_do_not_improve_by_chance():
     def loss(params, batch, *, key):
         return mean_loss(params, batch) + jax.random.normal(key)
 
-    read = runs.Watched([TARGET], lambda number: None)
-    train(
-        read,
-        loss,
-        num_epochs=20,
-        patience=3,
-        validation=TARGET,
-        stochastic=True,
-        optimizer=optax.sgd(0.0),
-    )
-    assert read.number == 4
+    given = {"num_epochs": 20, "patience": 3, "validation": TARGET, "stochastic": True}
+    train(batches := Batches(), loss, optimizer=optax.set_to_zero(), **given)
+    assert batches.passes == 4
 
 
 def test_auxiliary_state_keeps_its_last_finite_numbers():
