@@ -398,27 +398,26 @@ def test_what_is_a_finding_and_what_is_none(name):
     assert kinds(found) == expected
 
 
-@pytest.mark.parametrize("sharpness", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
-def test_confidence_is_compared_with_accuracy(likelihood, sharpness):
+def test_confidence_is_compared_with_accuracy(likelihood):
     """Outputs that are those of the data times a number are too cautious below 1."""
-    rng = RNG(0)
+    rng, outputs = RNG(0), lambda w, x: w * x
     logits = rng.normal(scale=2, size=(2_000, 3)).astype("float32")
     if likelihood == "categorical":
         targets = np.argmax(logits + rng.gumbel(size=logits.shape), axis=1)
     else:
         logits = logits[:, 0]
         targets = (logits + rng.logistic(size=2_000) > 0).astype(int)
-    draws = Snapshots(sharpness + 0.01 * rng.normal(size=(2, 10)))
     given: dict[str, Any] = {"likelihood": likelihood, "targets": targets, "per": "draw"}
-    prediction = optax_smile.predict(lambda w, x: w * x, draws, logits, **given)
-    found = diagnostics.summary(draws, prediction)
-    chances = np.asarray(prediction.mean)
-    chances = np.stack([1 - chances, chances], axis=1) if chances.ndim == 1 else chances
-    right = chances.argmax(axis=1) == targets
-    np.testing.assert_allclose(found.surplus[0], np.mean(right - chances.max(axis=1)), atol=1e-6)
-    assert ("underconfident" in str(found)) == (sharpness < 1)
-    assert ("overconfident" in str(found)) == (sharpness > 1)
+    for sharpness in (0.5, 1.0, 2.0):
+        draws = Snapshots(sharpness + 0.01 * rng.normal(size=(2, 10)))
+        prediction = optax_smile.predict(outputs, draws, logits, **given)
+        found, chances = diagnostics.summary(draws, prediction), np.asarray(prediction.mean)
+        chances = np.stack([1 - chances, chances], axis=1) if chances.ndim == 1 else chances
+        surplus = np.mean((chances.argmax(axis=1) == targets) - chances.max(axis=1))
+        np.testing.assert_allclose(found.surplus[0], surplus, atol=1e-6)
+        assert ("underconfident" in str(found)) == (sharpness < 1)
+        assert ("overconfident" in str(found)) == (sharpness > 1)
     # Of two equal probabilities one is right.
     mean, log_density = np.full((2_000, 2), 0.5), np.full(2_000, -np.log(2))
     even = prediction._replace(mean=mean, log_density=log_density)

@@ -133,13 +133,13 @@ def sghmc_covariance(eps, noise, square):
 
 
 def scale_adapted_covariance(eps, noise, square):
-    def one(square):
-        metric = eps**2 * inverse_root(square)
-        added = np.diag(np.maximum(2 * FRICTION * np.diag(metric) - eps**4, 0))
-        return covariance_of(metric, added, noise, 1 - FRICTION)
-
+    found = []
     # Each chain has masses of its own.
-    return np.stack([one(x) for x in np.asarray(square, float)])
+    for own in np.asarray(square, float):
+        metric = eps**2 * inverse_root(own)
+        added = np.diag(np.maximum(2 * FRICTION * np.diag(metric) - eps**4, 0))
+        found.append(covariance_of(metric, added, noise, 1 - FRICTION))
+    return np.stack(found)
 
 
 def cyclical_covariance(eps, noise, square):

@@ -19,6 +19,8 @@ from runs import as_read, quiet, refused, stub, warned
 import optax_smile
 from optax_smile import parallel
 
+# Compiling for a mesh is most of what the slow tests cost.
+OPTIMIZED = False
 STEPS = 20
 NUM_DATA = 100
 RNG = np.random.default_rng(0)
