@@ -9,6 +9,7 @@ import data
 import numpy as np
 import pytest
 from data import images, sources, tables
+from runs import refused
 
 REAL = pytest.mark.skipif(
     "OPTAX_SMILE_DATA" not in os.environ, reason="needs OPTAX_SMILE_DATA, the folder of data"
@@ -66,18 +67,15 @@ def test_loader_gives_the_same_batches_and_resumes_in_the_middle_of_a_pass(monke
     plain, number = data.Batches((COLOURS, LABELS), 6, 3)[2], 3 * len(some)
     assert (plain[0] != some[2][0]).any() and (plain[1] == some[2][1]).all()
     iterator, other = (iter(data.loader(some, num_passes=3, read_ahead=4)) for _ in range(2))
-    found = [next(iterator) for _ in range(8)]
+    begun = [next(iterator) for _ in range(8)]
     other.set_state(iterator.get_state())
-    endless = itertools.islice(iter(data.loader(some)), number)
-    for one, two, three, wanted in zip(
-        [*found, *iterator],
-        [*found, *other],
-        endless,
-        map(some.__getitem__, range(number)),
-        strict=True,
-    ):
-        for each in (one, two, three):
-            assert (each[0] == wanted[0]).all() and (each[1] == wanted[1]).all()
+    endless, expected = (
+        itertools.islice(data.loader(some), number),
+        [some[x] for x in range(number)],
+    )
+    for found in ([*begun, *iterator], [*begun, *other], endless):
+        for one, wanted in zip(found, expected, strict=True):
+            assert (one[0] == wanted[0]).all() and (one[1] == wanted[1]).all()
     monkeypatch.setitem(sys.modules, "grain", None)
     with pytest.raises(ImportError, match=r"pip install 'optax-smile\[data\]'"):
         data.loader(some)
@@ -141,16 +139,13 @@ def test_uci_is_split_and_standardized_by_the_training_part(folder):
 
 
 def test_wrong_arguments(folder):
-    pair = np.arange(5), np.arange(5)
     (folder / "imagenette").mkdir(parents=True)
     (folder / "imagenette" / "train_64.npz").touch()
-    with pytest.raises((ValueError, IndexError), match="to the number of examples, 5, got 6"):
-        data.Batches(pair, 6, 0)
-    with pytest.raises(ValueError, match=r"`uci\(name=...\)` must be one of"):
-        data.uci("boston")
+    pair = np.arange(5), np.arange(5)
+    refused("to the number of examples, 5, got 6", data.Batches, pair, 6, 0)
+    refused(r"`uci\(name=...\)` must be one of", data.uci, "boston")
     # A sample of small images is not passed off as large ones.
-    with pytest.raises(ValueError, match="at most 64 with the sample .*, got 160"):
-        data.imagenette()
+    refused("at most 64 with the sample .*, got 160", data.imagenette)
 
 
 @REAL

@@ -1,4 +1,7 @@
-"""Statistics against textbook formulas, and checks of runs that are broken on purpose."""
+"""Statistics against textbook formulas, and checks of chains that are broken on purpose.
+
+What runs of real samplers give is in `docs/findings.py`, which `test_what_to_trust.py` runs.
+"""
 
 import functools
 import re
@@ -7,17 +10,16 @@ from collections import OrderedDict
 from statistics import NormalDist
 from typing import Any
 
+import arviz
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from paper_settings import PAPER
+from runs import refused
 
 import optax_smile
 from optax_smile import Snapshots, diagnostics
 
-KEY = jax.random.key(0)
 RNG = np.random.default_rng
 
 
@@ -44,12 +46,17 @@ def textbook_rhat(x):
     return max(of_scores(x), of_scores(np.abs(x - np.median(x))))
 
 
+def predicted(mean, density, whole=None):
+    """A prediction with the outcome of each draw."""
+    each = optax_smile.Outcome(mean, None, None, density)
+    return optax_smile.Prediction(None, whole, each=each)
+
+
 def judged(values: Any = None, density: Any = None, params: Any = None, **given):
     """Summary of chains with predictions `[chain, draw, input]`."""
     density = np.zeros(values.shape) if density is None else density
     draws = Snapshots(values if params is None else params)
-    each = optax_smile.Outcome(values, None, None, density)
-    return diagnostics.summary(draws, optax_smile.Prediction(None, None, each=each), **given)
+    return diagnostics.summary(draws, predicted(values, density), **given)
 
 
 def test_rhats_are_the_textbooks():
@@ -80,12 +87,14 @@ def test_ess_is_that_of_an_autoregression():
     for figures in found.rhat_across, found.ess:
         assert np.isnan(figures).tolist() == [False, True, False]
     assert np.isnan(found.rhat_within).tolist() == [[False, True, True], [False, True, False]]
+    # If none has one, NumPy would warn about an average of nothing.
+    shown = str(diagnostics.summary(Snapshots(np.ones((2, 40, 3)))))
+    assert "within chains all unknown" in shown and "frozen" in shown
     # NaN would be an ESS of its own.
     values[1, 3, 0] = np.nan
-    with pytest.raises(ValueError, match=r"`summary\(prediction=...\)` must be without NaN"):
-        judged(values, params=np.zeros((2, 40, 3)))
-    with pytest.raises(ValueError, match=r"`summary\(snapshots=...\)` must be without NaN"):
-        diagnostics.summary(Snapshots(values))
+    params, rule = np.zeros((2, 40, 3)), r"...\)` must be without NaN"
+    refused(r"`summary\(prediction=" + rule, judged, values, params=params)
+    refused(r"`summary\(snapshots=" + rule, diagnostics.summary, Snapshots(values))
 
 
 def test_mcse_is_the_spread_of_the_lppd_over_replications():
@@ -122,13 +131,6 @@ def test_r_hat_of_weights_is_of_those_that_move():
     assert some.shape == (2, 2) and np.isin(some, got).all()
 
 
-def test_r_hats_that_are_all_unknown_are_shown_as_such():
-    """Without a warning of NumPy about an average of nothing."""
-    still = Snapshots(np.ones((2, 40, 3)))
-    shown = str(diagnostics.summary(still))
-    assert "within chains all unknown" in shown and "frozen" in shown
-
-
 def test_figures_of_a_trace_count_from_the_first_draw():
     rejections = np.concatenate([np.arange(40) * 5, 195 + np.arange(61)[1:]])[None]
     whole = {"num_gradients": 10 * np.arange(1, 101)[None], "num_rejected": rejections}
@@ -141,8 +143,7 @@ def test_figures_of_a_trace_count_from_the_first_draw():
     assert found(100).rejection_rate[0] == pytest.approx((195 + 60) / 990)
     assert found(60).rejection_rate[0] == pytest.approx(0.1)
     assert np.isnan(found(1).rejection_rate).all() and found(1).step_size_trend.tolist() == [1.0]
-    with pytest.raises(ValueError, match=r"`Snapshots\(num_draws=...\)` must be at most \d+, "):
-        found(1000)
+    refused(r"`Snapshots\(num_draws=...\)` must be at most \d+, ", found, 1000)
     # Ticks that are no samples hold no draws.
     explores = whole | {"is_draw": np.arange(100)[None] < 98}
     assert found(60, explores).rejection_rate[0] == pytest.approx((5 + 58) / 590)
@@ -214,9 +215,7 @@ def made(**changes):
         parts[name] = change(np.array(parts[name])) if callable(change) else change
     names = ("params", "mean", "density", "settings", "start")
     params, mean, density, settings, origin = map(parts.pop, names)
-    each = optax_smile.Outcome(mean, None, None, density)
-    prediction = optax_smile.Prediction(None, None, each=each)
-    return Snapshots(params, parts, settings, origin), prediction
+    return Snapshots(params, parts, settings, origin), predicted(mean, density)
 
 
 def changed(chains, draws, values):
@@ -256,6 +255,11 @@ SICK: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
     "copies": ({"params": copy(1, 3)}, (1, 3), r"100 of 100 draws equal those .*: \[1, 3\]"),
     "copies, in the end": ({"params": copy(0, 3, LAST)}, (0, 3), "40 of 100 draws equal those"),
     "altered": ({"num_altered": changed([0, 2], LAST, [[7], [9]])}, (0, 2), "7 to 9 of 1000 up"),
+    "altered, by another init": (
+        {"num_gradients": np.tile(10 * (COUNT % 25) + 10, (4, 1))},
+        ALL,
+        "started again 3 times: the state was initialized again",
+    ),
     "altered, before the sampler": (
         {"gradient_norm": changed([1], LAST, lambda x: 2 + 0 * x[1:2, LAST])},
         (1,),
@@ -309,13 +313,15 @@ def test_summary_holds_the_figures_of_the_run():
         some, everything = (np.atleast_2d(getattr(x, name))[-1] for x in (found, whole))
         assert np.isclose(some[:, None], everything).any(axis=1).all()
     chances = np.exp(prediction.each.log_density)
-    expected = np.log(chances.mean(axis=(0, 1))).mean(), np.log(chances.mean(axis=1)).mean(axis=1)
-    np.testing.assert_allclose(found.lppd, expected[0])
-    np.testing.assert_allclose(found.chain_lppd, expected[1])
-    np.testing.assert_allclose(found.rejection_rate, (rejected[:, -1] - rejected[:, 0]) / 990)
-    np.testing.assert_array_equal(found.first_step_size, sizes[:, 0])
-    np.testing.assert_array_equal(found.last_step_size, sizes[:, -1])
-    np.testing.assert_array_equal(found.num_nonfinite, broken[:, -1])
+    for name, expected in {
+        "lppd": np.log(chances.mean(axis=(0, 1))).mean(),
+        "chain_lppd": np.log(chances.mean(axis=1)).mean(axis=1),
+        "rejection_rate": (rejected[:, -1] - rejected[:, 0]) / 990,
+        "first_step_size": sizes[:, 0],
+        "last_step_size": sizes[:, -1],
+        "num_nonfinite": broken[:, -1],
+    }.items():
+        np.testing.assert_allclose(getattr(found, name), expected)
     rows = str(found).splitlines()
     assert len({len(row) for row in rows[:6]}) == 1 and rows[5].split()[0] == "all"
     cells = rows[3].split()
@@ -392,31 +398,29 @@ def test_what_is_a_finding_and_what_is_none(name):
     assert kinds(found) == expected
 
 
-@pytest.mark.parametrize("sharpness", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
-def test_confidence_is_compared_with_accuracy(likelihood, sharpness):
+def test_confidence_is_compared_with_accuracy(likelihood):
     """Outputs that are those of the data times a number are too cautious below 1."""
-    rng = RNG(0)
+    rng, outputs = RNG(0), lambda w, x: w * x
     logits = rng.normal(scale=2, size=(2_000, 3)).astype("float32")
     if likelihood == "categorical":
         targets = np.argmax(logits + rng.gumbel(size=logits.shape), axis=1)
     else:
         logits = logits[:, 0]
         targets = (logits + rng.logistic(size=2_000) > 0).astype(int)
-    draws = Snapshots(sharpness + 0.01 * rng.normal(size=(2, 10)))
     given: dict[str, Any] = {"likelihood": likelihood, "targets": targets, "per": "draw"}
-    prediction = optax_smile.predict(lambda w, x: w * x, draws, logits, **given)
-    found = diagnostics.summary(draws, prediction)
-    chances = np.asarray(prediction.mean)
-    chances = np.stack([1 - chances, chances], axis=1) if chances.ndim == 1 else chances
-    right = chances.argmax(axis=1) == targets
-    np.testing.assert_allclose(found.surplus[0], np.mean(right - chances.max(axis=1)), atol=1e-6)
-    assert ("underconfident" in str(found)) == (sharpness < 1)
-    assert ("overconfident" in str(found)) == (sharpness > 1)
+    for sharpness in (0.5, 1.0, 2.0):
+        draws = Snapshots(sharpness + 0.01 * rng.normal(size=(2, 10)))
+        prediction = optax_smile.predict(outputs, draws, logits, **given)
+        found, chances = diagnostics.summary(draws, prediction), np.asarray(prediction.mean)
+        chances = np.stack([1 - chances, chances], axis=1) if chances.ndim == 1 else chances
+        surplus = np.mean((chances.argmax(axis=1) == targets) - chances.max(axis=1))
+        np.testing.assert_allclose(found.surplus[0], surplus, atol=1e-6)
+        assert ("underconfident" in str(found)) == (sharpness < 1)
+        assert ("overconfident" in str(found)) == (sharpness > 1)
     # Of two equal probabilities one is right.
-    even = prediction._replace(
-        mean=np.full((2_000, 2), 0.5), log_density=np.full(2_000, -np.log(2))
-    )
+    mean, log_density = np.full((2_000, 2), 0.5), np.full(2_000, -np.log(2))
+    even = prediction._replace(mean=mean, log_density=log_density)
     assert diagnostics.summary(draws, even).surplus == (0, 0)
 
 
@@ -486,13 +490,6 @@ def test_advice_fits_what_chooses_the_step_size(name):
     assert "If the chains did not start from trained weights" in finding.advice
 
 
-def test_a_state_initialized_again_is_told():
-    count = 10 * (COUNT % 25) + 10
-    found = diagnostics.summary(made(num_gradients=np.tile(count, (4, 1)))[0])
-    assert kinds(found) == {("altered", ALL)}
-    assert "started again 3 times" in str(found) and "Call `init` once" in str(found)
-
-
 def test_runs_of_few_draws_or_chains_and_members_are_summarized():
     draws, prediction = made(params=lambda x: x[..., :2], start=np.full((4, 2), 3.0))
     for num_draws in (1, 2, 4, 7, 8):
@@ -526,15 +523,14 @@ def test_a_trace_may_have_any_part_of_the_statistics():
             known = 0 if "num_nonfinite" in trace else np.nan
             np.testing.assert_array_equal(found.num_nonfinite, known)
     for wrong in ({"loss": np.ones(60)}, {"loss": np.ones((8, 60)), "step": np.ones((8, 9))}):
-        with pytest.raises(ValueError, match=r"trace=...\)` must be .*\[chain, tick\] with equal"):
-            diagnostics.summary(Snapshots(draws.params, wrong))
+        rule = r"trace=...\)` must be .*\[chain, tick\] with equal"
+        refused(rule, lambda trace=wrong: diagnostics.summary(Snapshots(draws.params, trace)))
 
 
 def test_tokens_leave_padding_out():
     labels = np.array([[0, 1, -1], [1, -1, -1]])
     density = np.where(labels >= 0, -1 - 0.1 * RNG(0).random((2, 40, 2, 3)), np.nan)
-    each = optax_smile.Outcome(None, None, None, density)
-    prediction = optax_smile.Prediction(None, density.mean(axis=(0, 1)), each=each)
+    prediction = predicted(None, density, whole=density.mean(axis=(0, 1)))
     found = diagnostics.summary(Snapshots(autoregressive((2, 40, 2))), prediction)
     assert found.rhat_within.shape == (2, 3)
     known = np.exp(density).mean(axis=(0, 1))[labels >= 0]
@@ -543,7 +539,7 @@ def test_tokens_leave_padding_out():
 
 # Version 0.23 announces the next one.
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_arviz_reads_a_run_with_every_variable_under_a_name_of_its_own():
+def test_arviz_reads_a_run_with_every_variable_under_a_name_of_its_own(tmp_path):
     """A name of an axis would become an index, and two variables of a name one."""
     draws, prediction = made()
     # The trace begins before the draws.
@@ -557,8 +553,6 @@ def test_arviz_reads_a_run_with_every_variable_under_a_name_of_its_own():
         (converted.log_likelihood["target"], late[1].log_density),
     ):
         np.testing.assert_allclose(values.values, expected, rtol=1e-6)
-    import arviz
-
     assert arviz.summary(converted).shape[0] == 5
 
     def of(*shape):
@@ -578,8 +572,7 @@ def test_arviz_reads_a_run_with_every_variable_under_a_name_of_its_own():
     draws = Snapshots({"w": of()}, trace={"loss": of(), "draw": of()})
     assert set(diagnostics.to_arviz(draws).sample_stats.data_vars) == {"loss", "draw_"}
 
-
-def test_arviz_can_store_every_dtype(tmp_path):
+    # NetCDF has fewer dtypes.
     dtypes = ("bfloat16", "int4", "bool", ">f8")
     leaves = {x: (np.arange(20).reshape(2, 5, 2) % 7).astype(jnp.dtype(x)) for x in dtypes}
     converted = diagnostics.to_arviz(Snapshots(leaves))
@@ -598,8 +591,8 @@ def test_a_prediction_must_be_by_draw_with_targets_of_these_draws():
         (diagnostics.summary, draws, prediction.each._replace(log_density=None)),
         (diagnostics.to_arviz, fewer, prediction.each),
     ):
-        with pytest.raises(ValueError, match=r"^`\w+\(prediction=...\)` must be .*per=.draw"):
-            function(kept, prediction._replace(each=each))
+        rule = r"^`\w+\(prediction=...\)` must be .*per=.draw"
+        refused(rule, function, kept, prediction._replace(each=each))
 
 
 def test_without_arviz_it_says_what_to_install(monkeypatch):
@@ -610,67 +603,3 @@ def test_without_arviz_it_says_what_to_install(monkeypatch):
     with pytest.raises(ImportError, match=r"arviz-stats: pip install 'optax-smile\[diagnostics\]'"):
         diagnostics.summary(Snapshots(autoregressive((2, 8, 2))))
     assert diagnostics.summary(Snapshots.from_members(np.ones((2, 3)))).num_draws == 1
-
-
-# Runs of real samplers: linear regression, whose posterior is a Gaussian.
-ROWS, NOISE = 40, 0.5
-X = RNG(0).normal(size=(ROWS, 3)).astype(np.float32)
-Y = (X @ [1, -2, 0.5] + NOISE * RNG(1).normal(size=ROWS)).astype(np.float32)
-
-
-def mean_loss(params, batch):
-    """Far away, where b is above 100, it is NaN for every other batch."""
-    x, y = batch
-    errors = jnp.mean((x @ params["w"] + params["b"] - y) ** 2) / (2 * NOISE**2)
-    return jnp.where((params["b"] > 100) & (x[0, 0] > x[1, 0]), jnp.nan, errors)
-
-
-def run(sampler, w=0.0, b=0.0, **arguments):
-    rows = [RNG([0, i]).choice(ROWS, 20, replace=False) for i in range(50)]
-    given: dict[str, Any] = {"num_warmup": 195, "num_draws": 60, "thin": 15, "key": 0}
-    given |= {"steps_per_dispatch": 15, "progress": False} | arguments
-    start = {"w": jax.random.normal(KEY, (4, 3)).at[2].add(w), "b": jnp.arange(4.0).at[1].add(b)}
-    return optax_smile.sample(mean_loss, start, [(X[r], Y[r]) for r in rows], sampler, **given)
-
-
-@pytest.mark.slow
-def test_a_healthy_run_has_no_findings_and_a_diverged_and_a_frozen_chain_are_found():
-    """One begins where losses are NaN, one where float32 has no room for a step."""
-
-    def predicted(draws):
-        outputs = lambda params, x: (x @ params["w"] + params["b"], jnp.log(NOISE))  # noqa: E731
-        given: dict[str, Any] = {"per": "draw", "targets": Y, "likelihood": "gaussian"}
-        return optax_smile.predict(outputs, draws, X, **given)
-
-    options: dict[str, Any] = PAPER | {"tuner": None}
-    sampler = optax_smile.psmile(0.05, num_data=ROWS, **options)
-    found = diagnostics.summary(draws := run(sampler), predicted(draws))
-    assert diagnostics.summary(draws).findings == found.findings == ()
-    sentence, share = str(found).splitlines()[-1], np.mean(found.rhat_within > 1.1)
-    assert sentence.startswith("Nothing looks wrong")
-    assert share < 0.005 or f", but {share:.0%} of the R-hats within" in sentence
-    assert found.mcse < 0.01 and np.median(found.rhat_across) < 1.1
-    assert found.nominal_rate == pytest.approx(0.01)
-    draws = run(sampler, w=1e8, b=1e3, check=False)
-    found = diagnostics.summary(draws)
-    assert kinds(found) == {("diverged", (1,)), ("frozen", (2,))}
-    assert found.num_nonfinite[1] > 400 and found.num_nonfinite[[0, 2, 3]].max() == 0
-    assert "Chain 2: frozen" in str(found) and "a larger step size" in str(found)
-    assert ("diverged", (2,)) in kinds(diagnostics.summary(draws, predicted(draws)))
-
-
-@pytest.mark.slow
-def test_settings_of_samplers_are_those_that_advice_looks_at():
-    fixed: dict[str, Any] = {"num_data": ROWS, "decoherence_length": None}
-    samplers: dict[str, Any] = {
-        "angle": optax_smile.psmile(num_data=ROWS, key=0),
-        "quantile": optax_smile.smile(0.1, tuner=optax_smile.quantile_tuner(), **fixed),
-        "schedule": optax_smile.smile(optax.constant_schedule(0.1), **fixed),
-        "number": optax.chain(optax.identity(), optax_smile.smile(0.1, **fixed)),
-    }
-    for name, sampler in samplers.items():
-        draws = run(sampler, num_warmup=0, num_draws=1, thin=1, check=False)
-        found: Any = draws.settings
-        expected = CHOOSERS[name][0]
-        assert (found["tuner"] or {}).get("name") == (expected["tuner"] or {}).get("name")
-        assert isinstance(found["step_size"], type(expected.get("step_size", found["step_size"])))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import stub
+from runs import refused, stub
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV
@@ -75,16 +75,13 @@ def test_labels_are_known_by_equality(classifier):
         (numbers, 1, [0.7, 5, -1, 2**40, np.nan, "1"]),
     ):
         for other in unknown:
-            labels = np.array([first, other], object)
-            for each in (labels, [first, other]):
-                with pytest.raises(ValueError, match=r"`prediction\(y=...\)` must be labels of"):
-                    fitted.prediction(X[:2], each)
-    same = [["no", "yes"], np.array([["no"], ["yes"]])], [[0.0, 1.0], [False, True]]
-    for fitted, written in zip((classifier, numbers), same, strict=True):
-        expected = fitted.prediction(X[:2], fitted.classes_).log_density
-        for labels in written:
-            found = fitted.prediction(X[:2], np.ravel(labels)).log_density
-            np.testing.assert_array_equal(found, expected)
+            for labels in (np.array([first, other], object), [first, other]):
+                refused(
+                    r"`prediction\(y=...\)` must be labels of", fitted.prediction, X[:2], labels
+                )
+    for fitted, labels in ((classifier, ["no", "yes"]), (numbers, [0.0, 1]), (numbers, [False, 1])):
+        found, expected = (fitted.prediction(X[:2], y) for y in (labels, fitted.classes_))
+        np.testing.assert_array_equal(found.log_density, expected.log_density)
 
 
 def test_units_of_features_and_target_do_not_matter():
@@ -94,8 +91,9 @@ def test_units_of_features_and_target_do_not_matter():
     assert POSTERIORS[-1]["num_data"] == len(X)
     mean, std = fitted.predict(X, return_std=True)
     np.testing.assert_array_equal(mean, fitted.predict(X))
-    density = fitted.prediction(X, TARGETS).log_density
-    np.testing.assert_allclose(std, np.sqrt(fitted.prediction(X, TARGETS).total))
+    whole = fitted.prediction(X, TARGETS)
+    density = whole.log_density
+    np.testing.assert_allclose(std, np.sqrt(whole.total))
     for of_features, shift, unit, offset, (rtol, atol, of_density) in (
         (1e3, -7e4, 0.01, 5, (0, 1e-2, 0.02)),
         (1e-310, 0, 1e200, 0, (1e-3, 1e-3, 1e-3)),
@@ -114,14 +112,13 @@ def test_units_of_features_and_target_do_not_matter():
 
 
 def test_constant_features_and_targets_have_no_unit():
+    found = []
     for unit in (1e-30, 1e30):
         constant = np.full((60, 2), 3.3 * unit)
         fitted = short_regressor().fit(constant, constant[:, 0])
-        mean, std = (x / unit for x in fitted.predict(constant, return_std=True))
-        assert np.isfinite(mean).all() and (std > 0).all()
-        if unit < 1:
-            expected = mean, std
-        np.testing.assert_allclose((mean, std), expected, rtol=1e-3)
+        found.append(np.divide(fitted.predict(constant, return_std=True), unit))
+        assert np.isfinite(found[-1]).all() and (found[-1][1] > 0).all()
+    np.testing.assert_allclose(*found, rtol=1e-3)
 
 
 @pytest.mark.nightly
@@ -133,46 +130,34 @@ def test_a_linear_network_finds_the_least_squares_and_the_noise():
     }
     given = {"num_epochs": 300, "num_warmup": 300, "num_draws": 50, "thin": 10} | network
     regressor = short_regressor(sampler=optax_smile.psmile, **given).fit(X, TARGETS)
-    predicted = regressor.predict(X)
-    centred = X - X.mean(axis=0)
-    weights, *_ = np.linalg.lstsq(centred, TARGETS - TARGETS.mean())
-    exact = TARGETS.mean() + centred @ weights
-    assert np.abs(predicted - exact).max() < 0.15
-    residual = np.std(TARGETS - exact)
-    assert regressor.predict(X, return_std=True)[1].mean() == pytest.approx(residual, rel=0.25)
+    mean, std = regressor.predict(X, return_std=True)
+    columns = np.column_stack([X, np.ones(60)])
+    exact = columns @ np.linalg.lstsq(columns, TARGETS)[0]
+    assert np.abs(mean - exact).max() < 0.15
+    assert std.mean() == pytest.approx(np.std(TARGETS - exact), rel=0.25)
 
 
-def test_a_weight_counts_as_rows():
+@pytest.mark.parametrize("kind", ["regressor", pytest.param("classifier", marks=pytest.mark.slow)])
+def test_a_weight_counts_as_rows(kind):
     """At the mode, where almost all of a cold posterior is: its place depends on loss and prior."""
-    counts = RNG.integers(0, 4, 60)
+    counts = np.random.default_rng(1).integers(0, 4, 60)
     cold = functools.partial(optax_smile.sgld, 1e-10, temperature=1e-6)
     given: dict[str, Any] = {"sampler": cold, "prior_precision": 20.0, "widths": ()}
     given |= {"num_epochs": 100, "num_warmup": 2_000, "thin": 50}
-    # No row with a weight is of the third class.
-    labels = np.where(counts > 0, LABELS, "never")
-    for make, y in (short_regressor, TARGETS), (short_classifier, labels):
-        fitted = make(**given).fit(X, y, sample_weight=counts)
-        repeated = make(**given).fit(X.repeat(counts, axis=0), y.repeat(counts))
-        third = make(**given).fit(X, y, counts / 3)
-        found, expected, other = (
-            x.predict_proba(X) if y is labels else np.stack([x.predict(X), x.predict_std(X)])
-            for x in (fitted, repeated, third)
-        )
-        np.testing.assert_allclose(found, expected, atol=2e-3)
-        assert np.abs(found - other).max() > 0.02
-        assert fitted.draws_.settings["num_data"] == counts.sum()
-
-
-def test_weights_that_are_none_are_refused():
-    for weights in (
-        np.ones(59),
-        np.ones((60, 1)),
-        -np.ones(60),
-        np.full(60, np.nan),
-        np.eye(60)[0],
-    ):
-        with pytest.raises(ValueError, match=r"^`fit\(sample_weight=...\)` must be "):
-            short_regressor().fit(X, TARGETS, sample_weight=weights)
+    make, y = short_regressor, TARGETS
+    if kind == "classifier":
+        # No row with a weight is of the third class.
+        make, y = short_classifier, np.where(counts > 0, LABELS, "never")
+    fitted = make(**given).fit(X, y, sample_weight=counts)
+    repeated = make(**given).fit(X.repeat(counts, axis=0), y.repeat(counts))
+    third = make(**given).fit(X, y, counts / 3)
+    found, expected, other = (
+        x.predict_proba(X) if kind == "classifier" else np.stack(x.predict(X, return_std=True))
+        for x in (fitted, repeated, third)
+    )
+    np.testing.assert_allclose(found, expected, atol=2e-3)
+    assert np.abs(found - other).max() > 0.02
+    assert fitted.draws_.settings["num_data"] == counts.sum()
 
 
 def test_parameters_and_clones(classifier):
@@ -181,17 +166,28 @@ def test_parameters_and_clones(classifier):
     assert copy.set_params(thin=3).thin == 3 and classifier.thin == SHORT["thin"]
     with pytest.raises(NotFittedError):
         copy.predict(X)
-    with pytest.raises(ValueError, match="features"):
-        classifier.predict(X[:, :1])
-    with pytest.raises(
-        ValueError, match=r"`fit\(num_chains=...\)` must be an integer >= 1, got 0."
-    ):
-        copy.set_params(num_chains=0).fit(X, LABELS)
-    for wrong in (8, ("8",), (0,)):
-        with pytest.raises(ValueError, match=r"`fit\(widths=...\)` must be a sequence of integers"):
-            copy.set_params(num_chains=1, widths=wrong).fit(X, LABELS)
-    with pytest.raises(ValueError, match=r"`fit\(y=...\)` must be labels of at least two classes"):
-        copy.set_params(widths=()).fit(X, LABELS[:1].repeat(len(X)))
+    refused("features", classifier.predict, X[:, :1])
+
+
+# What is changed in a call of `fit`, and the message.
+WRONG: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"num_chains": 0}, r"`fit\(num_chains=...\)` must be an integer >= 1, got 0\."),
+    *(({"widths": x}, r"widths=...\)` must be a sequence of integers") for x in (8, ["8"], [0])),
+    ({"y": LABELS[:1].repeat(60)}, r"`fit\(y=...\)` must be labels of at least two classes"),
+    ({"sampler": stub()}, r"sampler=...\)` must be a function of .* a GradientTransformationExtra"),
+    *(
+        ({"sample_weight": x}, r"^`fit\(sample_weight=...\)` must be ")
+        for x in (np.ones(59), np.ones((60, 1)), -np.ones(60), np.full(60, np.nan), np.eye(60)[0])
+    ),
+)
+
+
+def test_what_does_not_fit_is_refused_before_the_training():
+    for changes, rule in WRONG:
+        data = {"y": LABELS, "sample_weight": None}
+        given = {name: changes.get(name, value) for name, value in data.items()}
+        others = {name: value for name, value in changes.items() if name not in data}
+        refused(rule, short_classifier(**others).fit, X, **given)
 
 
 def test_a_pipeline_in_a_grid_search():
@@ -204,12 +200,6 @@ def test_a_pipeline_in_a_grid_search():
     assert best[-1].prior_precision == POSTERIORS[-1]["prior_precision"] == 0.1
     assert best.predict(X).shape == (60,) and best.n_features_in_ == 2
     assert np.isfinite(search.cv_results_["mean_test_score"]).all()
-
-
-def test_a_sampler_that_is_built_already_is_refused_before_the_training():
-    rule = r"`fit\(sampler=...\)` must be a function of .* a GradientTransformationExtraArgs"
-    with pytest.raises(ValueError, match=rule):
-        short_classifier(sampler=stub()).fit(X, LABELS)
 
 
 def test_without_scikit_learn(monkeypatch):

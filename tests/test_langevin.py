@@ -182,9 +182,8 @@ def test_scale_adapted_sghmc():
 def test_without_any_gradient_nothing_moves(name):
     tx, zeros = build(name, prior_precision=0.0), as_tree(np.zeros(SIZE))
     updates, after = tx.update(zeros, tx.init(zeros), zeros)
-    assert not np.any(flat(updates)) and np.all(
-        np.isfinite(flat(after.arrays.dynamics.displacement))
-    )
+    displacement = after.arrays.dynamics.displacement
+    assert not np.any(flat(updates)) and np.all(np.isfinite(flat(displacement)))
 
 
 def test_cyclical_sgld(total=15, cycles=2, exploration=0.3):
@@ -233,10 +232,7 @@ def test_exploration_ends_at_the_right_step(length=100):
         np.testing.assert_array_equal(got, expected, err_msg=f"exploration {percent / 100}")
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("sgld", {}), ("smile", {"integrator": "minimal_norm"})],
-)
+@pytest.mark.parametrize("name, options", [("sgld", {}), ("smile", {"integrator": "minimal_norm"})])
 def test_a_step_of_negative_size_is_not_made_and_counts_as_non_finite(name, options):
     sizes = jnp.array([1e-3, 1e-3, -1e-3])
     tx: Any = getattr(optax_smile, name)(lambda n: sizes[n], num_data=1, key=0, **options)
@@ -282,8 +278,7 @@ def test_nonfinite_inputs_are_taken_back():
     """After good calls, whose `last_accepted` is the point that was judged."""
     tx, start = build("scale_adapted_sghmc", adapt_steps=10), as_tree(START, jnp.float32)
     trail = run(tx, start, tx.init(start), range(CALLS))
-    first = trail[0][1]
-    assert np.all(flat(optax_smile.last_accepted(first, start)) == flat(start))
+    assert np.all(flat(optax_smile.last_accepted(trail[0][1], start)) == flat(start))
     for (judged, _), (proposal, state) in itertools.pairwise(trail):
         assert ulps(optax_smile.last_accepted(state, proposal), judged, proposal) <= 2
         assert np.any(flat(proposal) != flat(judged))
@@ -294,33 +289,27 @@ def test_nonfinite_inputs_are_taken_back():
     assert np.all(np.isnan(unknown)) and shown[-1].energy_level == 1
     assert trail[-1][1].gradients_per_step == 1
     # At the first call there is nothing to take back.
-    grads, value = next(bad_inputs(start))
-    updates, after = tx.update(grads, first, start, value=value)
-    assert not np.any(flat(updates)) and after.unpack().num_steps == 0
-    chex.assert_trees_all_equal(after.arrays.dynamics.memory, first.arrays.dynamics.memory)
-
-    (judged, _), (params, state) = trail[-2:]
-    for grads, value in bad_inputs(params):
-        updates, after = tx.update(grads, state, params, value=value)
-        np.testing.assert_array_equal(flat(updates), -flat(state.arrays.dynamics.displacement))
-        back: Any = optax.apply_updates(params, updates)
-        assert ulps(back, judged, params) <= 2
-        stats = optax_smile.stats(after)
-        assert not stats.accepted and stats.step_end
-        assert stats.num_nonfinite == 1 and stats.num_rejected == 0
-        assert stats.num_gradients == CALLS + 1
-        assert np.isnan(stats.energy_change)
-        assert after.unpack().num_steps == state.unpack().num_steps
-        assert not np.any(flat(after.arrays.dynamics.displacement))
-        chex.assert_trees_all_equal(after.arrays.dynamics.memory, state.arrays.dynamics.memory)
-        assert np.all(flat(optax_smile.last_accepted(after, back)) == flat(back))
-
-        # The chain goes on from there, at rest and with fresh noise.
-        assert np.all(noise_of(after, back) != noise_of(state, params))
-        onwards = run(tx, back, after, [CALLS])[-1][1]
-        stats = optax_smile.stats(onwards)
-        assert stats.accepted and not stats.step_end and stats.num_nonfinite == 1
-        assert onwards.unpack().num_steps == state.unpack().num_steps + 1
+    for calls, judged in ((0, start), (CALLS, trail[-2][0])):
+        params, state = trail[calls]
+        before, num_steps = state.arrays.dynamics, state.unpack().num_steps
+        for grads, value in bad_inputs(params):
+            updates, after = tx.update(grads, state, params, value=value)
+            np.testing.assert_array_equal(flat(updates), -flat(before.displacement))
+            back: Any = optax.apply_updates(params, updates)
+            assert ulps(back, judged, params) <= 2
+            assert np.all(flat(optax_smile.last_accepted(after, back)) == flat(back))
+            stats, dynamics = optax_smile.stats(after), after.arrays.dynamics
+            counts = stats.num_gradients, stats.num_nonfinite, stats.num_rejected
+            assert counts == (calls + 1, 1, 0) and after.unpack().num_steps == num_steps
+            assert not stats.accepted and stats.step_end == (calls > 0)
+            assert np.isnan(stats.energy_change) and not np.any(flat(dynamics.displacement))
+            chex.assert_trees_all_equal(dynamics.memory, before.memory)
+            # The chain goes on from there, at rest and with fresh noise.
+            assert np.all(noise_of(after, back) != noise_of(state, params))
+            onwards = run(tx, back, after, [calls])[-1][1]
+            stats = optax_smile.stats(onwards)
+            assert stats.accepted and not stats.step_end and stats.num_nonfinite == 1
+            assert onwards.unpack().num_steps == num_steps + 1
 
 
 def test_is_sample_speaks_of_the_last_accepted_step_end():

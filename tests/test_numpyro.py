@@ -5,7 +5,6 @@ import warnings
 from typing import Any
 
 import arviz
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +12,10 @@ import numpyro
 import numpyro.distributions
 import pytest
 from flax import linen as nn
-from flax import nnx
-from numpyro.contrib.module import random_eqx_module, random_flax_module, random_nnx_module
+from numpyro.contrib.module import random_flax_module
 from numpyro.infer import MCMC, NUTS
 from numpyro.infer.util import potential_energy
+from runs import refused
 
 import optax_smile
 from optax_smile.interop import from_numpyro
@@ -74,13 +73,6 @@ def rows(data, index):
     return tuple(x[index] for x in data)
 
 
-def shuffled(data, num_epochs, seed=0):
-    rng = np.random.default_rng(seed)
-    for _ in range(num_epochs):
-        order = rng.permutation(NUM_DATA)
-        yield from (rows(data, order[i : i + BATCH]) for i in range(0, NUM_DATA, BATCH))
-
-
 class Shuffled:
     """Another order in each pass."""
 
@@ -96,7 +88,7 @@ class Shuffled:
 def test_the_density_is_that_of_numpyro(name):
     model, data = MODELS[name]
     bridge = from_numpyro(model, rows(data, FIRST), num_data=NUM_DATA)
-    batches = jax.tree.map(lambda *x: np.stack(x), *shuffled(data, 1))
+    batches = jax.tree.map(lambda *x: np.stack(x), *Shuffled(data, BATCH))
     shapes = jax.eval_shape(bridge.init_fn, jax.random.key(1))
 
     @jax.jit
@@ -121,10 +113,9 @@ def few_draws(bridge):
 
 
 def test_draws_have_the_names_and_shapes_of_the_model():
-    bridge = from_numpyro(hierarchical, rows(MODELS["hierarchical"][1], FIRST), num_data=NUM_DATA)
+    bridge = from_numpyro(hierarchical, rows(DATA, FIRST), num_data=NUM_DATA)
     assert "array" not in repr(bridge).lower()
     # A model is sampled as it was written.
-    assert optax_smile.sgld(1e-4, **bridge.posterior, key=0)
     assert bridge.posterior.get("temperature", 1) == 1
     posterior = bridge.to_arviz(few_draws(bridge)).posterior
     values = {name: posterior[name].values for name in posterior.data_vars}
@@ -134,8 +125,8 @@ def test_draws_have_the_names_and_shapes_of_the_model():
     assert (values["noise"] > 0).all() and (values["spread"] > 0).all()
     expected = values["mean"][..., None] + values["spread"][..., None] * values["height"]
     np.testing.assert_allclose(values["effect"], expected, rtol=1e-5)
-    with pytest.raises(ValueError, match=r"draws=.*draws of this model"):
-        bridge.constrain(optax_smile.Snapshots({"other": np.zeros((1, 1, 2))}))
+    other = optax_smile.Snapshots({"other": np.zeros((1, 1, 2))})
+    refused("draws=.*draws of this model", bridge.constrain, other)
 
 
 def test_a_model_that_holds_the_data_gets_indices():
@@ -146,8 +137,8 @@ def test_a_model_that_holds_the_data_gets_indices():
         with numpyro.plate("data", NUM_DATA, subsample_size=BATCH) as index:
             sample("y", dist.Bernoulli(logits=x[index] @ w), obs=y[index])
 
-    with pytest.raises(ValueError, match=r"batch=.*with the indices of the plate, {'data'"):
-        from_numpyro(model, (), num_data=NUM_DATA)
+    rule = r"batch=.*with the indices of the plate, {'data'"
+    refused(rule, from_numpyro, model, (), num_data=NUM_DATA)
     index = np.arange(100, 100 + BATCH)
     bridge = from_numpyro(model, {"data": index}, num_data=NUM_DATA)
     w = jnp.array([0.5, 1.0, -1.0])
@@ -198,51 +189,52 @@ REPARAMETRIZED = numpyro.handlers.reparam(
 )
 
 
-def test_batches_of_all_examples_may_have_latent_sites_of_their_own():
-    data = tuple(SCHOOLS)
-    bridge = from_numpyro(REPARAMETRIZED, data, num_data=8)
-    at = bridge.init_fn(jax.random.key(1))
+@pytest.fixture(scope="module")
+def bridge_of_schools():
+    return from_numpyro(REPARAMETRIZED, tuple(SCHOOLS), num_data=8)
+
+
+def test_batches_of_all_examples_may_have_latent_sites_of_their_own(bridge_of_schools):
+    bridge, data = bridge_of_schools, tuple(SCHOOLS)
+    at, draws = bridge.init_fn(jax.random.key(1)), few_draws(bridge)
     energy = 8 * bridge.loss_fn(at, data) - bridge.log_prior(at)
-    # The loss is the likelihood alone: `check` would find a prior in it.
-    effect = bridge.constrain(few_draws(bridge)).params["effect"][0, 0]
-    first = jax.tree.map(lambda x: x[0, 0], few_draws(bridge).params)
-    expected = -dist.Normal(effect, SCHOOLS[1]).log_prob(SCHOOLS[0]).mean()
-    np.testing.assert_allclose(bridge.loss_fn(first, data), expected, rtol=1e-5)
     np.testing.assert_allclose(energy, potential_energy(REPARAMETRIZED, data, {}, at), rtol=1e-5)
-    assert bridge.constrain(few_draws(bridge)).params["effect"].shape == (2, 5, 8)
-    with pytest.raises(ValueError, match="Move it outside the plate.*batches of all examples"):
-        bridge.loss_fn(at, rows(data, slice(0, 4)))
+    # The loss is the likelihood alone: `check` would find a prior in it.
+    effect = bridge.constrain(draws).params["effect"]
+    expected = -dist.Normal(effect[0, 0], SCHOOLS[1]).log_prob(SCHOOLS[0]).mean()
+    first = jax.tree.map(lambda x: x[0, 0], draws.params)
+    np.testing.assert_allclose(bridge.loss_fn(first, data), expected, rtol=1e-5)
+    assert effect.shape == (2, 5, 8)
+    rule = "Move it outside the plate.*batches of all examples"
+    refused(rule, bridge.loss_fn, at, rows(data, slice(0, 4)))
 
 
-def test_densities_and_draws_of_the_data_go_to_arviz():
+def test_densities_and_draws_of_the_data_go_to_arviz(bridge_of_schools):
     """For `az.loo`; the noise of the schools is known, so a draw is an effect plus that."""
-    data = tuple(SCHOOLS)
-    bridge = from_numpyro(REPARAMETRIZED, data, num_data=8)
+    bridge, (y, error) = bridge_of_schools, SCHOOLS
     params = bridge.init_fn(jax.random.key(0))
     noise = {x: RNG.normal(scale=0.1, size=(2, 200, *np.shape(y))) for x, y in params.items()}
     draws = optax_smile.Snapshots({x: np.asarray(y) + noise[x] for x, y in params.items()})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = bridge.to_arviz(draws, data, key=1)
+        found = bridge.to_arviz(draws, (y, error), key=1)
         assert np.isfinite(float(arviz.loo(found).elpd_loo))
         assert arviz.plot_ppc(found, num_pp_samples=5) is not None
     effect = found.posterior["effect"].values
-    expected = -(((effect - SCHOOLS[0]) / SCHOOLS[1]) ** 2 / 2) - np.log(SCHOOLS[1])
-    density = found.log_likelihood["y"].values
-    np.testing.assert_allclose(density, expected - np.log(2 * np.pi) / 2, rtol=1e-4)
-    np.testing.assert_array_equal(found.observed_data["y"], SCHOOLS[0])
+    np.testing.assert_array_equal(found.observed_data["y"], y)
+    expected = dist.Normal(effect, error).log_prob(y)
+    np.testing.assert_allclose(found.log_likelihood["y"].values, expected, rtol=1e-4)
     drawn = found.posterior_predictive["y"].values
-    z = (drawn - effect) / SCHOOLS[1]
+    z = (drawn - effect) / error
     assert drawn.shape == (2, 200, 8) and abs(z.mean()) < 0.06 and abs(z.std() - 1) < 0.05
-    with pytest.raises(ValueError, match=r"to_arviz\(data=...\)` must be valid arguments"):
-        bridge.to_arviz(draws, (1.0,))
+    refused(r"to_arviz\(data=...\)` must be valid arguments", bridge.to_arviz, draws, (1.0,))
     # Fewer examples than the plate has.
-    batch = rows(MODELS["hierarchical"][1], FIRST)
+    batch = rows(DATA, FIRST)
     bridge = from_numpyro(hierarchical, batch, num_data=NUM_DATA)
     found = bridge.to_arviz(few_draws(bridge), batch)
-    sites = {x: found.posterior[x].values[..., None] for x in ("effect", "noise")}
-    of = dist.Normal(sites["effect"][..., batch[0], 0], sites["noise"])
-    np.testing.assert_allclose(found.log_likelihood["y"], of.log_prob(batch[1]), rtol=1e-4)
+    effect, noise = (found.posterior[x].values for x in ("effect", "noise"))
+    expected = dist.Normal(effect[..., batch[0]], noise[..., None]).log_prob(batch[1])
+    np.testing.assert_allclose(found.log_likelihood["y"], expected, rtol=1e-4)
 
 
 def test_predictive_draws_keep_what_is_observed_outside_the_plate():
@@ -285,52 +277,9 @@ def counts_outside(y):
     observe(dist.Poisson(rate), jnp.round(9 * y))
 
 
-def random_flax(x, y):
-    net: Any = random_flax_module("net", nn.Dense(1), dist.Normal(0, 1), input_shape=(3,))
-    observe(dist.Normal(net(x)[:, 0], 1), y)
-
-
-def random_nnx(x, y):
-    layer = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-    net = random_nnx_module("net", layer, dist.Normal(0, 1))
-    observe(dist.Normal(net(x)[:, 0], 1), y)
-
-
-def random_eqx(x, y):
-    layer = eqx.nn.Linear(3, 1, key=jax.random.key(0))
-    net = random_eqx_module("net", layer, dist.Normal(0, 1))
-    observe(dist.Normal(jax.vmap(net)(x)[:, 0], 1), y)
-
-
-def test_networks_are_written_with_sites_for_their_weights():
-    batch = RNG.normal(size=(BATCH, 3)).astype(np.float32), np.zeros(BATCH, np.float32)
-    for model in random_flax, random_nnx, random_eqx:
-        with pytest.raises(
-            ValueError, match=r"got the param net\$params. Draw the weights .*`apply`"
-        ):
-            from_numpyro(model, batch, num_data=NUM_DATA)
-    net: Any = nn.Dense(1)
-    shapes = jax.eval_shape(net.init, jax.random.key(0), batch[0])["params"]
-
-    def model(x, y):
-        priors = {name: dist.Normal(0, 1).expand(like.shape) for name, like in shapes.items()}
-        weights = {name: sample(name, prior.to_event()) for name, prior in priors.items()}
-        observe(dist.Normal(net.apply({"params": weights}, x)[:, 0], 1), y)
-
-    bridge = from_numpyro(model, batch, num_data=NUM_DATA)
-    params: Any = {"kernel": jnp.ones((3, 1)), "bias": jnp.ones(1)}
-    residuals = batch[0].sum(axis=1) + 1
-    expected = np.mean(residuals**2) / 2 + np.log(2 * np.pi) / 2
-    assert np.isclose(bridge.loss_fn(params, batch), expected, rtol=1e-5)
-
-
-def test_integers_that_jax_would_wrap_are_refused():
-    rows = np.arange(BATCH) + 2**32
-    with pytest.raises(ValueError, match=r"^`from_numpyro\(batch=.*beyond int32"):
-        from_numpyro(observed_mean, rows, num_data=NUM_DATA)
-    bridge = from_numpyro(observed_mean, np.ones(BATCH, ">f4"), num_data=NUM_DATA)
-    with pytest.raises(ValueError, match=r"^`NumpyroModel.to_arviz\(data=.*beyond int32"):
-        bridge.to_arviz(few_draws(bridge), rows)
+def random_network(y):
+    net: Any = random_flax_module("net", nn.Dense(1), dist.Normal(0, 1), input_shape=(1,))
+    observe(dist.Normal(net(y[:, None])[:, 0], 1), y)
 
 
 WRONG: dict[str, Any] = {
@@ -342,23 +291,40 @@ WRONG: dict[str, Any] = {
     r"model=.*without `numpyro.param`.*, got the param a": with_param,
     r"batch=.*that does not change the prior, got .*'mean'": empirical,
     r"batch=.*does not change the prior, got .*'sum'": counts_outside,
+    r"model=.*got the param net\$params. Draw the weights .*`apply`": random_network,
 }
 
 
 @pytest.mark.parametrize("rule", WRONG)
 def test_models_that_would_be_sampled_wrongly_are_refused(rule):
     y = np.linspace(0, 1, BATCH, dtype=np.float32)
-    with pytest.raises(ValueError, match=rule):
-        from_numpyro(WRONG[rule], y, num_data=NUM_DATA)
+    refused(rule, from_numpyro, WRONG[rule], y, num_data=NUM_DATA)
 
 
-def test_a_number_in_a_batch_is_refused():
-    with pytest.raises(ValueError, match=r"batch=.*first axis, got 8. Bind .*`functools.partial`"):
-        from_numpyro(lambda number, y: observe(dist.Normal(0, 1), y), (8, np.ones(9)), num_data=9)
+def test_batches_without_rows_or_beyond_int32_are_refused():
+    rule, large = r"batch=.*first axis, got 8. Bind .*`functools.partial`", np.arange(BATCH) + 2**32
+    number = lambda number, y: observe(dist.Normal(0, 1), y)  # noqa: E731
+    refused(rule, from_numpyro, number, (8, np.ones(9)), num_data=9)
+    rule = r"^`from_numpyro\(batch=.*beyond int32"
+    refused(rule, from_numpyro, observed_mean, large, num_data=NUM_DATA)
+    bridge = from_numpyro(observed_mean, np.ones(BATCH, ">f4"), num_data=NUM_DATA)
+    rule = r"^`NumpyroModel.to_arviz\(data=.*beyond int32"
+    refused(rule, bridge.to_arviz, few_draws(bridge), large)
 
 
-def test_a_model_is_sampled_with_a_control_variate():
-    """The posterior is about normal."""
+def test_a_model_is_sampled():
+    bridge = from_numpyro(hierarchical, rows(DATA, FIRST), num_data=NUM_DATA)
+    few: dict[str, Any] = {"num_warmup": 10, "num_draws": 10, "key": 0, "progress": False}
+    few["sampler"] = optax_smile.sgld(1e-4, **bridge.posterior, key=0)
+    draws = bridge.sample(batches := [*Shuffled(DATA, BATCH)], num_chains=2, **few)
+    assert (draws.trace["num_passes"][:, -1] > 0).all()
+    assert bridge.constrain(draws).params["effect"].shape == (2, 10, 8)
+    rule = r"NumpyroModel.sample\(batches=.*400 rows, got 360"
+    refused(rule, bridge.sample, batches[1:], **few)
+
+
+@pytest.mark.slow
+def test_a_posterior_that_is_about_normal_is_found_with_a_control_variate():
     x: Any = np.float32(np.random.default_rng(1).normal(size=(4_000, 3)))
     y: Any = np.float32(x.sum(1) + np.random.default_rng(2).normal(size=4_000))
 
@@ -375,10 +341,6 @@ def test_a_model_is_sampled_with_a_control_variate():
     np.testing.assert_allclose(mean, found * np.sqrt(4_000), atol=0.2)
     np.testing.assert_allclose(deviation, 1, atol=0.2)
     np.testing.assert_allclose(sites["noise"].mean(), np.std(y - x @ found), rtol=2e-3)
-    bridge = from_numpyro(hierarchical, rows(DATA, FIRST), num_data=NUM_DATA)
-    few |= {"num_warmup": 10, "num_draws": 10}
-    with pytest.raises(ValueError, match=r"NumpyroModel.sample\(batches=.*400 rows, got 360"):
-        bridge.sample([*Shuffled(DATA, BATCH)][1:], **few)
 
 
 @pytest.mark.nightly

@@ -31,7 +31,6 @@ MEAN = np.array([1.0, -0.5, 0.0, 2.0])
 POSTERIOR: dict[str, Any] = {"num_data": 20.0, "prior_precision": 0.4, "temperature": 2.0}
 # Standard deviation of the gradient of U from batch to batch; that of its mean is at most 1.8.
 NOISES = {"full batch": 0.0, "isotropic noise": 8.0}
-BLOCK = 100
 # Options of the samplers that have them.
 FRICTION, CYCLE, EXPLORATION = 0.2, 128, 0.25
 
@@ -44,48 +43,40 @@ def loss_gradient(x, noise):
 
 
 class Moments(NamedTuple):
-    """Of every chain: mean of y = x - MEAN, `[chain, d]`, of y y^T, and the state at its end."""
+    """Of every chain: mean of y = x - MEAN, `[chain, d]`, of y y^T, and its last squares."""
 
     mean: np.ndarray
     second: np.ndarray
-    state: Any
+    gradient_square: Any
 
 
 def sample(tx, noise, num_chains=250, num_gradients=16_000, num_warmup=4_000) -> Moments:
     """Moments of the draws of a sampler, whose chains begin at draws of the target."""
+    mean, root = (jnp.asarray(x, jnp.float32) for x in (MEAN, np.linalg.cholesky(COVARIANCE)))
 
-    def call(carry, key):
-        params, state = carry
-        batch = noise * jax.random.normal(key, (DIM,)) if noise else jnp.zeros(DIM)
-        updates, state = tx.update(loss_gradient(params, batch), state, params)
-        params: Any = optax.apply_updates(params, updates)
+    def see(state, draw, updates):
         stats = optax_smile.stats(state)
         counts = stats.is_draw & stats.step_end & stats.accepted
-        weight = counts.astype(params.dtype)
-        y = optax_smile.last_accepted(state, params) - jnp.asarray(MEAN, params.dtype)
-        return (params, state), (weight, weight * y, weight * jnp.outer(y, y))
-
-    def block(carry, key):
-        carry, sums = jax.lax.scan(call, carry, jax.random.split(key, BLOCK))
-        return carry, jax.tree.map(lambda values: values.sum(axis=0), sums)
+        square = optax.tree.get(state, "gradient_square")
+        return counts, jnp.where(counts, draw - mean, 0), stats.num_nonfinite, square
 
     def chain(key):
-        start_key, init_key, *keys = jax.random.split(key, 4)
-        root = jnp.asarray(np.linalg.cholesky(COVARIANCE), jnp.float32)
-        x = jnp.asarray(MEAN, jnp.float32) + root @ jax.random.normal(start_key, (DIM,))
-        state = tx.init(x)
-        if optax.tree.get(state, "key") is not None:
-            state = optax.tree.set(state, key=jax.random.key_data(init_key))
-        carry = (x, state), None
-        for phase, length in zip(keys, (num_warmup, num_gradients), strict=True):
-            carry = jax.lax.scan(block, carry[0], jax.random.split(phase, length // BLOCK))
-        return carry[1], carry[0][1]
+        start_key, own_key, batch_key = jax.random.split(key, 3)
+
+        def gradient(params, call):
+            batch = jax.random.normal(jax.random.fold_in(batch_key, call), (DIM,))
+            return loss_gradient(params, noise * batch)
+
+        start = mean + root @ jax.random.normal(start_key, (DIM,))
+        calls = jnp.arange(num_warmup + num_gradients)
+        counts, y, *last = follow(tx, own_key, start, gradient, calls, see)
+        number, y = counts[num_warmup:].sum(), y[num_warmup:]
+        return y.sum(axis=0) / number, y.T @ y / number, jax.tree.map(lambda x: x[-1], last)
 
     keys = jax.random.split(jax.random.key(0), num_chains)
-    sums, state = jax.jit(jax.vmap(chain))(keys)
-    assert np.all(optax_smile.stats(state).num_nonfinite == 0)
-    weight, first, second = (np.asarray(x, float).sum(axis=1) for x in sums)
-    return Moments(first / weight[:, None], second / weight[:, None, None], state)
+    first, second, (num_nonfinite, square) = jax.jit(jax.vmap(chain))(keys)
+    assert np.all(num_nonfinite == 0)
+    return Moments(np.asarray(first, float), np.asarray(second, float), square)
 
 
 def assert_moments(moments, covariance):
@@ -115,7 +106,7 @@ def covariance_of(metric, added, noise, kept=0.0):
     return found.reshape(len(step), -1)[:DIM, :DIM]
 
 
-def sgld_covariance(eps, noise, state):
+def sgld_covariance(eps, noise, square):
     return covariance_of(eps * EYE, 2 * eps * EYE, noise)
 
 
@@ -124,7 +115,7 @@ def inverse_root(square):
     return np.diag(1 / (np.sqrt(square) + 1e-3 * np.sqrt(np.mean(square))))
 
 
-def psgld_covariance(eps, noise, state):
+def psgld_covariance(eps, noise, square):
     """With the preconditioner that averages over the whole posterior would give."""
     temperature, num_data = POSTERIOR["temperature"], POSTERIOR["num_data"]
     jacobian = (temperature * PRECISION - POSTERIOR["prior_precision"] * EYE) / num_data
@@ -137,22 +128,21 @@ def psgld_covariance(eps, noise, state):
     return covariance
 
 
-def sghmc_covariance(eps, noise, state):
+def sghmc_covariance(eps, noise, square):
     return covariance_of(eps**2 * EYE, 2 * FRICTION * eps**2 * EYE, noise, 1 - FRICTION)
 
 
-def scale_adapted_covariance(eps, noise, state):
-    def one(square):
-        metric = eps**2 * inverse_root(square)
-        added = np.diag(np.maximum(2 * FRICTION * np.diag(metric) - eps**4, 0))
-        return covariance_of(metric, added, noise, 1 - FRICTION)
-
+def scale_adapted_covariance(eps, noise, square):
+    found = []
     # Each chain has masses of its own.
-    squares = np.asarray(state.arrays.dynamics.memory.gradient_square, float)
-    return np.stack([one(square) for square in squares])
+    for own in np.asarray(square, float):
+        metric = eps**2 * inverse_root(own)
+        added = np.diag(np.maximum(2 * FRICTION * np.diag(metric) - eps**4, 0))
+        found.append(covariance_of(metric, added, noise, 1 - FRICTION))
+    return np.stack(found)
 
 
-def cyclical_covariance(eps, noise, state):
+def cyclical_covariance(eps, noise, square):
     covariance, kept = COVARIANCE, []
     for count in range(10 * CYCLE):
         place = count % CYCLE / CYCLE
@@ -196,6 +186,8 @@ def build(name, step_size, **options) -> Any:
     return fn(step_size, key=jax.random.key(0), **POSTERIOR, **options)
 
 
+# Of chains with the noise of batches.
+LONG = {"num_gradients": 40_000, "num_warmup": 8_000}
 # MCLMC, which cannot do without explicit noise, is made for full batches.
 SLOW = [("psmile", "isotropic noise"), ("sghmc", "full batch")]
 CASES = [
@@ -212,21 +204,20 @@ def test_moments(name, label):
     if name in LINEAR:
         step_size, covariance = LINEAR[name]
         moments = sample(build(name, step_size), noise)
-        return assert_moments(moments, covariance(step_size, noise, moments.state))
+        return assert_moments(moments, covariance(step_size, noise, moments.gradient_square))
     options: dict[str, Any] = {}
-    run = {"num_gradients": 40_000, "num_warmup": 8_000} if noise else {}
     if noise == 0 and accepts(SAMPLERS[name], "decoherence_length"):
         # Without any noise the microcanonical dynamics need not forget where they started.
         options = {"decoherence_length": 2.0}
-    assert_moments(sample(build(name, STEP_SIZES[label], **options), noise, **run), COVARIANCE)
+    sampler, run = build(name, STEP_SIZES[label], **options), LONG if noise else {}
+    assert_moments(sample(sampler, noise, **run), COVARIANCE)
 
 
 @pytest.mark.nightly
 def test_moments_with_a_step_size_of_its_own():
     """The tuner goes on for ever; at the default angle chains would be three times as long."""
     sampler = build("psmile", None, tuner=optax_smile.angle_tuner(0.1))
-    moments = sample(sampler, NOISES["isotropic noise"], num_gradients=40_000, num_warmup=8_000)
-    assert_moments(moments, COVARIANCE)
+    assert_moments(sample(sampler, NOISES["isotropic noise"], **LONG), COVARIANCE)
 
 
 # Bias where the noise of gradients is small, of some coordinates only, or cancels over a pass: a

@@ -32,7 +32,13 @@ def test_the_page_shows_every_case_and_what_summary_says_of_it():
     assert sum(file.stat().st_size for file in files) < 1_500_000
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", findings.cases())
+# Each also runs a healthy one. Those of two findings run before each merge.
+CASES = [
+    pytest.param(x, marks=pytest.mark.slow if x in ("diverged", "frozen") else pytest.mark.nightly)
+    for x in findings.cases()
+]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_summary_finds_it_in_the_sick_run_alone(name):
     findings.judge(name)

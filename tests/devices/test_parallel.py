@@ -14,11 +14,13 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from public_samplers import quick_psmile
-from runs import as_read, refused, stub
+from runs import as_read, quiet, refused, stub, warned
 
 import optax_smile
 from optax_smile import parallel
 
+# Compiling for a mesh is most of what the slow tests cost.
+OPTIMIZED = False
 STEPS = 20
 NUM_DATA = 100
 RNG = np.random.default_rng(0)
@@ -51,9 +53,7 @@ def start(chains=8) -> Any:
 
 def batch_of(call, chains=None):
     """One batch for all chains, or one for each of them."""
-    if chains is None:
-        return INPUTS[call], TARGETS[call]
-    rows = [np.roll(np.arange(STEPS), chain)[call] for chain in range(chains)]
+    rows = call if chains is None else (call - np.arange(chains)) % STEPS
     return INPUTS[rows], TARGETS[rows]
 
 
@@ -83,8 +83,8 @@ def one_step(optimizer, loss_fn):
     return advance
 
 
-def begin(optimizer, mesh=None, specs=None, given=None):
-    params = parallel.place(start() if given is None else given, mesh=mesh, specs=specs)
+def begin(optimizer, mesh, specs, given):
+    params = parallel.place(given, mesh=mesh, specs=specs)
     return params, parallel.init(optimizer, params, mesh=mesh, specs=specs, key=jax.random.key(3))
 
 
@@ -127,32 +127,17 @@ def assert_spread(shardings, mesh, specs):
         assert sharding.is_equivalent_to(NamedSharding(mesh, spec), len(shape)), shape
 
 
-def test_state_is_spread_over_the_chains():
-    mesh, optimizer = make_mesh((4, 2), EXPLICIT), OPTIMIZERS["clipped psmile"]()
-    params, state = begin(optimizer, mesh, SPECS)
-    assert_spread(shardings_of((params, state)), mesh, SPECS)
-    shapes = {shape[1:] for shape, _ in shardings_of(state)}
-    assert {(), *SHAPES.values()} <= shapes, "scalars, and arrays like each parameter"
-    chex.assert_trees_all_equal(bare(params), start())
-    plain = jax.vmap(optimizer.init)(start())
-    keys = jax.random.key_data(jax.random.split(jax.random.key(3), 8))
-    plain = optax.tree.set(plain, key=keys)
-    chex.assert_trees_all_equal(bare(state), bare(plain))
-
-
 def test_chains_with_noise_need_a_key():
     """Otherwise each would draw the same numbers, and chains from one start be copies."""
     noisy = optax.chain(optax.clip(1.0), optax_smile.sgld(0.1, num_data=10, key=0))
-    rule = r"`parallel.init\(key=...\)` must be a "
+    rule, rbg = r"`parallel.init\(key=...\)` must be a ", jax.random.key(0, impl="rbg")
     refused(rule + "single JAX key.* the 3 chains", parallel.init, noisy, start(3))
+    refused(rule + "key with .* words of data", parallel.init, noisy, start(3), key=rbg)
     keys = optax.tree.get(parallel.init(noisy, start(3), key=1), "key")
     assert len(np.unique(keys, axis=0)) == 3
     alone = optax.tree.get(parallel.init(noisy, start(1)), "key")
     assert alone.shape == (1, *keys.shape[1:])
-    quiet = optax_smile.smile(0.1, num_data=10, decoherence_length=None)
-    parallel.init(quiet, start(3))
-    with pytest.raises(ValueError, match=rule + "key with .* words of data"):
-        parallel.init(noisy, start(3), key=jax.random.key(0, impl="rbg"))
+    parallel.init(quiet(), start(3))
     # A layer may be called `key`, as in attention; averages over its gradients are no random key.
     attention: Any = {"key": {"kernel": jnp.ones((3, 2))}, "value": jnp.ones((3, 2))}
     state = parallel.init(sampler := quick_psmile(**KEYED), attention, key=1)
@@ -161,37 +146,30 @@ def test_chains_with_noise_need_a_key():
     chex.assert_trees_all_equal(state, expected._replace(arrays=expected.arrays._replace(key=keys)))
 
 
-def assert_as_on_one_device(name, mesh, is_sharded=False, **options):
-    got, expected = run(name, mesh, is_sharded, **options), run(name, **options)
-    assert_close(got.carry, as_read(expected.carry, got.carry))
-    for shardings in got.shardings:
-        assert_spread(shardings, mesh, SPECS if is_sharded else None)
-    pattern = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
-    found, is_alone = re.findall(pattern, got.text), mesh.shape["chain"] == mesh.size
-    assert not found if is_alone else "all-reduce" in found
-
-
 def test_a_mesh_changes_nothing_but_the_place():
     """Devices communicate only where a chain has several."""
-    for name, shape, axis_type, is_sharded in (
-        ("adamw", (8, 1), AUTO, False),
-        ("adamw", (2, 4), AUTO, False),
-        ("adamw", (4, 2), AUTO, True),
-        ("clipped psmile", (4, 2), EXPLICIT, True),
+    collectives = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    own: dict[str, Any] = {"chains": 16, "per_chain": True}
+    for name, mesh, is_sharded, options in (
+        ("adamw", make_mesh((8, 1)), False, {}),
+        ("adamw", make_mesh((2, 4)), False, {}),
+        ("adamw", make_mesh((4, 2)), True, {}),
+        ("clipped psmile", make_mesh((4, 2), EXPLICIT), True, {}),
+        # More chains than devices, and batches of their own.
+        ("adamw", make_mesh((4, 2)), False, own),
     ):
-        assert_as_on_one_device(name, make_mesh(shape, axis_type), is_sharded)
-    # More chains than devices, and batches of their own.
-    assert_as_on_one_device("adamw", make_mesh((4, 2)), chains=16, per_chain=True)
+        got, expected = run(name, mesh, is_sharded, **options), run(name, **options)
+        assert_close(got.carry, as_read(expected.carry, got.carry))
+        for shardings in got.shardings:
+            assert_spread(shardings, mesh, SPECS if is_sharded else None)
+            # There are scalars, and arrays like each parameter.
+            assert {(), *SHAPES.values()} <= {shape[1:] for shape, _ in shardings}
+        found, is_alone = re.findall(collectives, got.text), mesh.shape["chain"] == mesh.size
+        assert not found if is_alone else "all-reduce" in found
     # XLA writes groups of devices either as rows of all of them or one by one.
     text, written = run("adamw", make_mesh((2, 4))).text, {"[2,4]<=[8]", "[[0,1,2,3],[4,5,6,7]]"}
     groups = re.findall(r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|.*?\])[, ]", text)
     assert groups and {x.translate(str.maketrans("{}", "[]")) for x in groups} <= written
-
-
-def test_sample_draws_directions_on_explicit_axes():
-    """For the rise of the loss, with more parameters than data; `jax.make_mesh` is explicit."""
-    sampler, mesh = optax_smile.sgld(1e-5, num_data=16, key=0), make_mesh((2,), EXPLICIT)
-    draw(mesh, sampler=sampler, num_draws=1, batches=[batch_of(0)])
 
 
 def test_one_compilation_donation_and_the_parameters_of_the_user(caplog):
@@ -275,6 +253,9 @@ def test_sample_on_a_mesh(tmp_path):
     got = draw(make_mesh((4, 2), EXPLICIT), SPECS, steps_per_dispatch=4, **options)
     assert_close(got.params, draw().params)
     assert seen == {(jax.P(None, "data"), jax.P("data", None))}
+    # It draws directions for the rise of the loss, with more parameters than data.
+    sampler = optax_smile.sgld(1e-5, num_data=16, key=0)
+    draw(make_mesh((2,), EXPLICIT), sampler=sampler, num_draws=1, batches=[batch_of(0)])
 
 
 def test_a_run_goes_on_on_another_mesh(tmp_path):
@@ -289,18 +270,22 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     options["steps_per_dispatch"] = 4
     for mesh, number in ((make_mesh((4, 2)), 2), (None, 3)):
         got = draw(mesh, directory=tmp_path, num_draws=number, **options)
-        assert got.num_draws == number
+    assert got.num_draws == 3
     assert_close(got.params, draw(**options).params)
 
 
-@pytest.mark.parametrize("form", ["stored", "two gradients", "specs", "own batches"])
+# The one that stays has stored gradients and resumes on one device.
+SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("stored", "two gradients", "specs")]
+
+
+@pytest.mark.parametrize("form", ["own batches", *SLOW])
 def test_control_variates_on_a_mesh(tmp_path, form):
     """The centres are those of one device, also where the run goes on on another mesh."""
     options: dict[str, Any] = {"num_warmup": 36, "thin": 12, "steps_per_dispatch": 4}
     options["sampler"] = optax_smile.sgld(1e-5, num_data=16 * STEPS, key=0)
     own = options["batches"] = batches(8) if form == "own batches" else batches()
     options["per_chain"] = form == "own batches"
-    whole = jax.tree.map(lambda *x: np.concatenate(x), *batches())
+    whole = INPUTS.reshape(-1, 4), TARGETS.reshape(-1, 2)
     options["control_variate"] = own if form in ("stored", "own batches") else [whole]
     mesh, specs = make_mesh((4, 2)), SPECS if form == "specs" else None
     for on, number in ((mesh, 2), (None, 4)):
@@ -327,8 +312,8 @@ def test_warmstart_on_a_mesh(tmp_path):
     got = train(mesh, SPECS, directory=tmp_path)
     assert_close(bare(got), bare(alone))
     assert_spread(shardings_of(got), mesh, SPECS)
-    with pytest.warns(UserWarning, match="the training in .* is finished"):
-        finished = train(mesh, SPECS, directory=tmp_path)
+    said = "the training in .* is finished"
+    finished = warned(said, train, mesh, SPECS, directory=tmp_path)
     jax.tree.map(np.testing.assert_array_equal, bare(finished), bare(got))
     assert_spread(shardings_of(finished), mesh, SPECS)
 
@@ -337,11 +322,8 @@ def test_parameters_on_an_explicit_mesh_need_it():
     """The default of `jax.make_mesh` is one."""
     mesh = jax.make_mesh((8,), ("chain",))
     params = jax.device_put(jnp.ones((8, 2)), jax.NamedSharding(mesh, jax.P("chain")))
-    for place in (parallel.place, lambda x, **given: parallel.init(optax.adam(0.1), x, **given)):
-        with pytest.raises(
-            ValueError, match=r"mesh=...\)` must be that of the par.* explicit mesh"
-        ):
-            place(params)
+    for place in (parallel.place, functools.partial(parallel.init, optax.adam(0.1))):
+        refused(r"mesh=...\)` must be that of the par.* explicit mesh", place, params)
         place(params, mesh=mesh)
 
 
@@ -360,14 +342,10 @@ def test_meshes_and_specs_that_do_not_fit():
         rule = rf"`parallel.place\({argument}=...\)` must be {message}"
         refused(rule, parallel.place, given.pop("tree"), **given)
 
-    adamw, few = optax.adamw(0.1), start(4)
-    rule = r"`parallel.init\(mesh=...\)` .* of chains, 4, got an axis of length 8"
-    refused(rule, parallel.init, adamw, few, mesh=make_mesh((8, 1)))
-    rule = r"`parallel.init\(specs=...\)` must be a tree of jax.P"
-    refused(rule, parallel.init, adamw, few, mesh=mesh, specs={"w": jax.P()})
-    for function, name in ((draw, "sample"), (train, "warmstart")):
-        refused(rf"`{name}\(mesh=...\)` .* an axis 'chain'", function, other)
+    init = functools.partial(parallel.init, optax.adamw(0.1), start(), key=0)
+    for function, name in ((init, "parallel.init"), (draw, "sample"), (train, "warmstart")):
+        refused(rf"`{name}\(mesh=...\)` .* an axis 'chain'", function, mesh=other)
         rule = rf"`{name}\(specs=...\)` must be a tree of jax.P"
-        refused(rule, function, make_mesh((1, 8)), {})
+        refused(rule, function, mesh=make_mesh((1, 8)), specs={})
     rule = r"mesh=...\)` must be a mesh whose axis 'chain' divides the number of chains, 6, got"
     refused(rule, train, make_mesh((8, 1)), num_members=6)
