@@ -133,11 +133,6 @@ def looped(w):
     return total
 
 
-def looped_with_count(w):
-    (_, w), _ = jax.lax.scan(lambda c, _: ((c[0] + 1, 1.1 * c[1]), None), (0, w), length=3)
-    return w
-
-
 def branched(w):
     return jax.lax.cond(w[0, 0] > 0, lambda w: detached(w), lambda w: 2 * detached(w), w)
 
@@ -269,7 +264,6 @@ RIGHT: dict[str, Any] = {
     ),
     "units that are off": (altered(lambda w: jax.nn.relu(w - 1e3)), (X, REAL)),
     "a part that is frozen": (altered(lambda w: w.at[0].set(detached(w[0]))), (X, REAL)),
-    "a loop of two": (altered(lambda w: -looped_with_count(w)), (X, REAL)),
     "a loop": (altered(lambda w: jax.lax.fori_loop(0, 3, lambda _, w: 1.1 * w, w)), (X, REAL)),
     "callbacks, loops and shards": (unusual, (X, LABELS)),
     "regression with a sampled scale": (gaussian, (X, REAL)),
