@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import stub
+import runs
 
 import optax_smile
-from optax_smile import ArgumentError, diagnostics
+from optax_smile import diagnostics
 
 
 def lppd(density):
@@ -57,19 +57,11 @@ def test_tiny_and_impossible_densities():
 
 def test_chosen_draws_predict_but_are_no_sample(tmp_path):
     """In memory and on disk, and scores of the first k of them."""
-    params = {"w": np.random.default_rng(2).normal(size=(3, 4, 2)).astype(np.float32)}
-    start: Any = {"w": jnp.arange(6.0).reshape(3, 2), "frozen": [jnp.zeros((3, 5))]}
-    given: dict[str, Any] = {"num_warmup": 2, "num_draws": 4, "thin": 2, "key": 0, "check": False}
-    given |= {"directory": tmp_path / "run", "progress": False}
-    loss = lambda params, x: jnp.mean((params["w"] - x) ** 2) + 0 * params["frozen"][0].sum()  # noqa: E731
-    optax_smile.sample(loss, start, [jnp.ones(2)], stub(), **given)
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(5, 2)).astype(np.float32)
-    y = x.sum(axis=1) + rng.normal(size=5).astype(np.float32)
+    in_memory, (x, y) = runs.run(), runs.regression(1)[0]
+    runs.run(tmp_path / "run")
     outputs = lambda params, x: (x @ params["w"], jnp.log(0.5))  # noqa: E731
-    given = {"likelihood": "gaussian", "targets": y}
-    stored: Any = optax_smile.load_snapshots(tmp_path / "run", flat=True)
-    for draws in (optax_smile.Snapshots(params), stored):
+    given: dict[str, Any] = {"likelihood": "gaussian", "targets": y}
+    for draws in (in_memory, optax_smile.load_snapshots(tmp_path / "run", flat=True)):
         prediction: Any = optax_smile.predict(outputs, draws, x, per="draw", **given)
         indices = draws.choose(prediction.each.log_density, 5)
         few = draws[indices]
@@ -82,20 +74,17 @@ def test_chosen_draws_predict_but_are_no_sample(tmp_path):
             assert found.mean() == pytest.approx(lppd(density[:number]), rel=1e-4)
         assert "draws chosen by their indices, not posterior draws" in repr(few)
         for function in (diagnostics.summary, diagnostics.to_arviz):
-            with pytest.raises(ArgumentError, match=r"from a posterior, got draws chosen by their"):
-                function(few)
+            runs.refused("from a posterior, got draws chosen by their", function, few)
 
 
 def test_what_does_not_fit_is_named():
     density = np.zeros((3, 4, 5))
     draws = one_by_one(density)
-    with pytest.raises(ArgumentError, match=r"number=...\)` must be at most the 12 draws .* 13"):
-        draws.choose(density, 13)
-    with pytest.raises(ArgumentError, match=r"first axes are \(3, 4\), got shape \(3, 3, 5\)"):
-        draws.choose(density[:, 1:], 2)
-    with pytest.raises(ArgumentError, match=r"log_density=...\)` must be .*shape \(3, 4\)"):
-        draws.choose(density[..., 0], 2)
-    for wrong in (np.nan, np.inf):
-        density[2, 1, 3] = wrong
-        with pytest.raises(ArgumentError, match=r"log_density=...\)` must be"):
-            draws.choose(density, 2)
+    for rule, scores, number in (
+        (r"number=...\)` must be at most the 12 draws .* 13", density, 13),
+        (r"first axes are \(3, 4\), got shape \(3, 3, 5\)", density[:, 1:], 2),
+        (r"log_density=...\)` must be .*shape \(3, 4\)", density[..., 0], 2),
+        (r"log_density=...\)` must be", density + np.nan, 2),
+        (r"log_density=...\)` must be", density + np.inf, 2),
+    ):
+        runs.refused(rule, draws.choose, scores, number)

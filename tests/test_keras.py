@@ -34,10 +34,10 @@ def half_mse(y, prediction):
     return keras.ops.mean((y - prediction) ** 2, axis=-1) / 2
 
 
-def linear_model(optimizer, **options):
+def linear_model(optimizer, steps_per_execution=1, **of_layer):
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(optimizer, half_mse, **options)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, **of_layer)])
+    model.compile(optimizer, half_mse, steps_per_execution=steps_per_execution)
     return model
 
 
@@ -87,29 +87,24 @@ def test_a_saved_model_may_name_samplers_only(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def build_with(**options):
-    """A sampler whose model has one layer of these options."""
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, **options)])
-    model.compile(Sampler("sgld", step_size=1e-3, num_data=NUM_DATA, key=0), half_mse)
-    model.fit(X, Y, batch_size=NUM_DATA, verbose=0)
+def sgld():
+    return Sampler("sgld", step_size=1e-3, num_data=NUM_DATA, key=0)
 
 
 @pytest.mark.parametrize("argument", ["kernel_regularizer", "bias_regularizer", "bias_constraint"])
 def test_what_layers_add_to_weights_is_refused(argument):
     """A regularizer would be a second prior, times the number of data."""
     part = keras.constraints.NonNeg() if "constraint" in argument else keras.regularizers.L2(0.1)
+    model = linear_model(sgld(), **{argument: part})
     with pytest.raises(ValueError, match=r"\['.*(kernel|bias)'\] have a regul.*prior_precision"):
-        build_with(**{argument: part})
+        fit(model, 1)
 
 
 def test_a_callback_that_sets_a_learning_rate_is_refused():
-    def tenth(epoch, rate):
-        return 0.1 * rate
-
-    model = linear_model(Sampler("sgld", step_size=1e-3, num_data=NUM_DATA, key=0))
+    model = linear_model(sgld())
     plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=1e9)
-    for callback in keras.callbacks.LearningRateScheduler(tenth), plateau:
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.1 * rate)
+    for callback in schedule, plateau:
         with pytest.raises(ValueError, match="no `learning_rate`. .* pass `step_size`"):
             model.fit(X, Y, batch_size=NUM_DATA, epochs=4, verbose=0, callbacks=[callback])
 
@@ -120,6 +115,6 @@ def test_mixed_float16_is_refused():
     keras.config.set_dtype_policy("mixed_float16")
     try:
         with pytest.raises(ValueError, match="use mixed_bfloat16 or float32"):
-            linear_model(Sampler("sgld", step_size=1e-3, num_data=NUM_DATA, key=0))
+            linear_model(sgld())
     finally:
         keras.config.set_dtype_policy(policy)

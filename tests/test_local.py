@@ -73,11 +73,9 @@ class TestRise:
         start, tx = {"w": jnp.ones((1, SIZE))}, optax_smile.sgld(1e-9, **given)
         optax_smile.Run(bowl, start, BATCHES, tx, key=0).advance(1)
 
-    def test_is_told_before_the_run(self):
+    def test_is_told_before_the_run_unless_there_is_none(self):
         with pytest.warns(UserWarning, match=r"will be more than 1 nat .*d / N = 20"):
             self.run(prior_precision={"w": 1.0})
-
-    def test_is_not_told_where_there_is_none(self):
         self.run(prior_precision=1e4)
         self.run(temperature=0.01)
 
@@ -174,6 +172,7 @@ class TestPrecision:
             ({"loss_fn": lambda params, batch: 0.0 * jnp.sum(params["w"])}, "grows around"),
             ({"make_sampler": optax_smile.sgld}, "missing a required argument: .step_size"),
             ({"make_sampler": lambda **posterior: 3}, "returns a sampler"),
+            ({"make_sampler": lambda **posterior: optax.sgd(0.1)}, "that returns an optimizer"),
         ]
         given: Any = {"loss_fn": bowl, "params": WEIGHTS, "batches": BATCHES, "num_data": 200}
         for changes, message in wrong:

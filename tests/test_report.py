@@ -155,10 +155,8 @@ def test_what_does_not_fit_is_named(run, draws, tmp_path):
     assert not list(run.glob("prediction-*"))
     (tmp_path / "manifest.json").write_bytes((run / "manifest.json").read_bytes())
     refused(r"`report.write\(directory=...\)` must be .* with draws", report.write, tmp_path)
-    with pytest.raises(
-        ValueError, match=r"write\(output=...\)` must be a path that ends in .html or"
-    ):
-        report.write(run, tmp_path / "a.txt")
+    rule = r"write\(output=...\)` must be a path that ends in .html or"
+    refused(rule, report.write, run, tmp_path / "a.txt")
 
 
 def test_no_text_of_a_user_is_part_of_the_page(run, draws, tmp_path):

@@ -23,18 +23,14 @@ COLLECTIVES = r"(all-reduce|all-gather|all-to-all|reduce-scatter|collective-perm
 
 
 def assert_sharded_like(state, params):
-    structure = jax.tree.structure(PARAMS)
-
     def is_like(node):
-        return jax.tree.structure(node) == structure
+        return jax.tree.structure(node) == jax.tree.structure(PARAMS)
+
+    def same(x, y):
+        return x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
     trees = [node for node in jax.tree.leaves(state, is_leaf=is_like) if is_like(node)]
-    assert trees
-    for tree in trees:
-        same = jax.tree.map(
-            lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), tree, params
-        )
-        assert all(jax.tree.leaves(same))
+    assert trees and all(jax.tree.all(jax.tree.map(same, tree, params)) for tree in trees)
 
 
 def shard(axis_type):
@@ -71,11 +67,8 @@ def test_altered_parameters_are_seen_on_several_devices():
     params, state = run(step, params, state, range(2, 4))
     _, altered = step(scale(0.999, params), state, batch(4))
     assert state.unpack().probe.num_altered == 0 and altered.unpack().probe.num_altered == 1
-    assert (
-        altered.unpack().probe.num_read
-        == len(state.unpack().probe.start)
-        == optax.tree.size(PARAMS)
-    )
+    probe, size = altered.unpack().probe, optax.tree.size(PARAMS)
+    assert probe.num_read == len(probe.start) == size
 
 
 @pytest.mark.parametrize("case", ["psmile, rich", "sghmc"])

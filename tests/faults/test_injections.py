@@ -37,23 +37,20 @@ ROWS = RNG.integers(NUM_DATA, size=(CALLS, BATCH))
 START = {"w": jnp.zeros(NUM_WEIGHTS), "b": jnp.zeros(1)}
 
 # Step sizes of the samplers that do not find their own; 0.02 for all others. And options.
-STEP_SIZES = {"mclmc": 0.05, "sgld": 1e-3, "psgld": 5e-4, "scale_adapted_sghmc": 0.05}
+STEP_SIZES = {"sgld": 1e-3, "psgld": 5e-4, "scale_adapted_sghmc": 0.05}
 STEP_SIZES |= {"cyclical_sgld": 2e-3, "smile": None, "psmile": None}
 OPTIONS = {"adapt_steps": 400, "total_steps": CALLS, "num_cycles": 2}
 
 
 def settings(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        option: x for option, x in OPTIONS.items() if accepts(SAMPLERS[name], option)
-    }
-    if name == "mclmc":
-        found["decoherence_length"] = 0.5
+    found = {option: x for option, x in OPTIONS.items() if accepts(SAMPLERS[name], option)}
     return found | {"step_size": STEP_SIZES.get(name, 0.02)}
 
 
 PAPERS = {f"published.{x}": x for x in ("smile", "psmile", "smile_naive", "psmile_naive")}
 MAKE = {
     **{x: functools.partial(fn, key=0, **settings(x)) for x, fn in SAMPLERS.items()},
+    "mclmc": functools.partial(optax_smile.mclmc, 0.05, decoherence_length=0.5, key=0),
     **{x: functools.partial(getattr(published, y), 0.03) for x, y in PAPERS.items()},
 }
 # Without energies to judge a step by, they follow a finite gradient, however large, and return by

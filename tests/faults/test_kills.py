@@ -79,19 +79,6 @@ class Life(NamedTuple):
         return Path(self.directory)
 
 
-class Told(list):
-    """Batches that call `tell` before each."""
-
-    def __init__(self, batches, tell):
-        super().__init__(batches)
-        self.tell = tell
-
-    def __iter__(self):
-        for batch in super().__iter__():
-            self.tell()
-            yield batch
-
-
 def noisy_loss(params, batch, *, key):
     x, y = batch
     return runs.mean_loss(params, (x + 0.1 * jax.random.normal(key, x.shape), y))
@@ -99,7 +86,7 @@ def noisy_loss(params, batch, *, key):
 
 def run(life: Life, tell=lambda: None) -> Any:
     """Draws of one of the forms; `tell` is called at every batch."""
-    batches, mesh = Told(runs.regression(), tell), None
+    batches, mesh = runs.Watched(runs.regression(), lambda _: tell()), None
     params: Any = {"w": np.arange(2.0 * CHAINS, dtype=np.float32).reshape(CHAINS, 2)}
     params["b"] = np.zeros(CHAINS, np.float32)
     both: Any = {"stochastic": True, "checkpoint_minutes": life.minutes, "key": jax.random.key(0)}
@@ -235,10 +222,8 @@ def test_a_killed_run_loses_no_draw(tmp_path, form, full, record):
     All places of a warm start, and the first moment, are in its training.
     """
     places = WARM_PLACES if form == "warm start" else QUICK if form == "quick" else PLACES
-    kills, form = (
-        0 if form == "quick" else KILLS if full else FEW_KILLS,
-        form.replace("quick", "loop"),
-    )
+    kills = 0 if form == "quick" else KILLS if full else FEW_KILLS
+    form = form.replace("quick", "loop")
     life = Life(form, str(tmp_path / "run"), (FEW_KILLS + kills) * DRAWS_PER_LIFE)
     expected, kept = run(life._replace(directory=None)), [0]
     for place in places:
