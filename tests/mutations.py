@@ -166,7 +166,7 @@ class Change(ast.NodeTransformer):
             node.value = node.value and self.visit(node.value)
             return node
         for changed in self.operator(node):
-            self.shown.append(ast.unparse(node))
+            self.shown.append(f"{ast.unparse(node)}  ->  {ast.unparse(changed)}")
             if len(self.shown) == self.place + 1:
                 return changed
         return self.generic_visit(node)
@@ -177,16 +177,24 @@ TESTS = """
 stages/probe.py test_probe.py
 stages/spectral.py test_reference.py test_spectral.py
 stages/* test_reference.py test_rejections.py test_scale.py test_arrival.py faults/test_counters.py
-samplers/_microcanonical.py test_reference.py test_step_cost.py test_contract.py
+samplers/_microcanonical.py test_reference.py test_step_cost.py test_contract.py test_langevin.py
 samplers/_transformation.py test_langevin.py test_sampling.py test_local.py faults/test_arguments.py
 samplers/* test_langevin.py
 potential.py test_reference.py test_potential.py test_contract.py
-diagnostics/* test_diagnostics.py
+state.py test_wrappers.py test_objects.py test_rejections.py
+_tree.py test_noise.py test_reference.py test_step_cost.py
+diagnostics/* test_diagnostics.py test_what_to_trust.py
+metrics.py test_metrics.py
 draws/predict.py test_predict.py devices/test_predict_on_meshes.py
+draws/likelihoods.py test_predict.py
 draws/* test_snapshots.py faults/test_runs.py faults/test_directories.py
 _disk.py faults/test_directories.py faults/test_runs.py
-chains/_directory.py faults/test_runs.py test_sampling.py
-chains/* test_centers.py
+tall.py test_tall.py
+chains/select.py test_select.py
+chains/warmstart.py test_warmstart.py
+chains/run.py faults/test_runs.py faults/test_directories.py test_sampling.py
+chains/_directory.py faults/test_directories.py faults/test_runs.py test_sampling.py
+chains/* test_centers.py test_sampling.py faults/test_runs.py
 """
 # "# file", then of each defect the function, the operator and its place, and what is broken.
 DEFECTS = """
@@ -205,12 +213,11 @@ _surplus: inverse 6: confidence and accuracy are added
 MeanSquare.observe: then 5: scale moves within a window
 MeanSquare.observe: left 16: a restart keeps the scale
 inverse_scale: left 1: isotropic part not taken from the measured one
-MovingVariance.observe: right 2: deviation from the new mean as from the old one
 # stages/spectral.py
 Spectral.pull: left 5: a kick does not lengthen its own time
 Spectral.pull: otherwise 7: the norm of a gradient is Euclidean
 Spectral.velocity: left 4: matrices of all sizes weigh alike
-Spectral.proceed: otherwise 0: a rejected call changes the momentum
+Spectral.pull: then 2: a chain at rest goes on with its old momentum
 # stages/integrator.py
 Momentum.heading: positive 1: kick uphill
 Momentum.kinetic_change: left 12: no half in the energy of a long kick
@@ -234,9 +241,8 @@ judge: then 1: a bad call does not end a run of good ones
 # stages/evidence.py
 EnergyAverages.is_outlier: argument 0: a loss of energy is no outlier
 EnergyAverages.observe: left 1: averages not debiased
-collect: left 4: rejected gradients enter the scale
+collect: left 2: rejected gradients enter the scale
 TurnAverage.observe: right 0: rejected steps enter the turns
-ChangeAverage.observe: left 20: change across a rejected step
 ChangeAverage.observe: left 8: change from the middle of a step
 turn_rate: argument 1: uphill gradients are discounted like downhill ones
 Evidence.rates: otherwise 1: matched noise by whole gradients

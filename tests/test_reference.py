@@ -285,6 +285,7 @@ def compare(name, n, seed, noise, odd):
             halves.append(seen)
         positions, stats, keys = jax.tree.map(lambda *x: np.concatenate(x), *halves)
         if keys is not None:
+            assert len(np.unique(keys, axis=0)) == CALLS
             drawn = np.asarray(noises(tuple(case.shapes.items()), case.dtype)(keys), float)
 
     arguments = flat_posterior(case, n, start) | case.both(n) | case.reference_alone
