@@ -118,16 +118,21 @@ def without_keyword(node: Any) -> Iterator[ast.AST]:
             yield ast.Call(node.func, node.args, [x for x in node.keywords if x is not keyword])
 
 
+def number_of(node: Any) -> Any:
+    value = node.value if isinstance(node, ast.Constant) else None
+    return value if type(value) in (int, float) else None
+
+
 def double(node: Any) -> Iterator[ast.AST]:
     """Twice a number, or 1 for 0."""
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        yield ast.Constant(2 * node.value or 1)
+    if (value := number_of(node)) is not None:
+        yield ast.Constant(2 * value or 1)
 
 
 def halve(node: Any) -> Iterator[ast.AST]:
     """Half of a number."""
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float) and node.value:
-        yield ast.Constant(type(node.value)(node.value / 2))
+    if value := number_of(node):
+        yield ast.Constant(type(value)(value / 2))
 
 
 def never(node: Any) -> Iterator[ast.AST]:

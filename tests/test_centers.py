@@ -125,6 +125,7 @@ def test_gradients_are_those_of_all_data():
     np.testing.assert_allclose(noise, noise_of_all, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_stored_gradients_are_those_that_would_be_computed():
     """Two gradients per step and an even number of batches: every second pass is rotated."""
     given: dict[str, Any] = {"num_data": NUM_DATA, "integrator": "minimal_norm"}
@@ -156,6 +157,7 @@ def test_a_run_in_pieces_gives_the_bits_of_one_in_one_go(tmp_path, sampler):
     refused("control_variate", begin, tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_where_it_does_not_pay_the_run_is_the_plain_one():
     """One gradient, and a word."""
     loss = functools.partial(disturbed, scale=3.0)

@@ -24,6 +24,8 @@ from public_samplers import SAMPLERS, accepts, quick_psmile, settings_of
 import optax_smile
 from optax_smile import published
 
+# Slow tests compare no statistics.
+OPTIMIZED = False
 CALLS, NAN_CALL = 7, 5
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(CALLS, 16, 4)).astype(np.float32)
@@ -169,6 +171,7 @@ def test_half_precision_gradients(no_jit, case="sghmc"):
     chex.assert_trees_all_close(updates, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_steps_of_no_length(no_jit, case="psmile"):
     tx = make(case, step_size=lambda count: jnp.where(count % 3 == 0, 0, 1e-2))
     params, state = run(functools.partial(advance, tx), PARAMS, tx.init(PARAMS), range(4))

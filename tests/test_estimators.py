@@ -84,6 +84,7 @@ def test_labels_are_known_by_equality(classifier):
         np.testing.assert_array_equal(found.log_density, expected.log_density)
 
 
+@pytest.mark.slow
 def test_units_of_features_and_target_do_not_matter():
     """Also far beyond float32."""
     fitted = short_regressor().fit(X, TARGETS)

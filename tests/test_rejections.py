@@ -260,6 +260,7 @@ def test_steps_of_any_size_and_gradient_are_finite_and_keep_their_length():
     np.testing.assert_allclose(np.linalg.norm(np.float64(updates), axis=1), lengths, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_energies_keep_their_digits_among_a_million_parameters():
     """Against float64, from kicks that are hardly felt to those that turn all the way."""
     size, rng = 10**6, np.random.default_rng(3)

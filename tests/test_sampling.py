@@ -176,6 +176,7 @@ def broken(params, batch, *, aux):
     return value, new | {"mean": jnp.where(batch[1][0] > 9, jnp.nan, new["mean"])}
 
 
+@pytest.mark.slow
 def test_auxiliary_state_keeps_its_last_finite_numbers():
     """The step is rejected and counted apart: no gradient is at fault, and no step shorter."""
     rows: Any = regression(8)

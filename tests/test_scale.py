@@ -128,6 +128,7 @@ def test_extreme_gradients_keep_the_matrix_finite():
     assert np.all(np.isfinite(matrix.entries)) and np.all(np.isfinite(matrix.next_entries))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("integrator", ["leapfrog", "minimal_norm"])
 def test_long_steps_keep_the_variances(integrator, size=10):
     """Of a Gaussian, without noise; the standard error of their mean is .002.
@@ -165,6 +166,7 @@ def regression():
     return np.float32(x), np.float32(y), covariance @ x.T @ y, covariance
 
 
+@pytest.mark.slow
 def test_correlated_features():
     """In each eigendirection of the posterior; with a diagonal scale .56 to 1.04."""
     x, y, mean, covariance = regression()

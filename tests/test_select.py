@@ -20,6 +20,8 @@ from scipy.stats import norm
 import optax_smile
 from optax_smile import Selection
 
+# Slow tests compare no statistics.
+OPTIMIZED = False
 NUM_DATA, NUM_VALID, NOISE = 100, 50, 0.5
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(NUM_DATA + NUM_VALID, 3)).astype(np.float32)
@@ -229,6 +231,7 @@ def test_the_directory_of_another_selection_is_refused(tmp_path):
         find(candidates, directory=tmp_path, **SHORT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("largest_cost, running", [(0.8, [2]), (1 / 3, [3]), (1 / 3, [11, 5, 3])])
 def test_dropped_candidates_take_a_share_of_the_steps(largest_cost, running):
     """Each round has twice as many steps; the last that drops any decides among at most three."""
@@ -301,6 +304,7 @@ PREFERENCES: dict[str, tuple[float, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`select`.* predict no better than the start")
 @pytest.mark.parametrize("name", PREFERENCES)
 def test_within_one_standard_error_cost_counts_then_the_posterior_then_the_score(name):
@@ -319,6 +323,7 @@ def test_of_a_single_input_only_the_score_counts():
 
 
 # Distances in the two halves of the second round, which takes steps 19 to 36.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "early, late, best",
     [(0.0, 0.0, "a"), (0.2, 0.2, "a"), (MUCH_WORSE, MUCH_WORSE, "b"), (0.5, -0.5, "a")],

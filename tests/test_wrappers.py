@@ -409,6 +409,7 @@ def test_the_chain_is_that_of_the_plain_loop_or_there_is_a_clear_error(wrapper, 
     assert_plain_chain(wrapper, loop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper, loop", [("none", "eager"), nightly("tracked", "scan with x64")])
 def test_a_sampler_that_needs_the_loss_takes_that_chain_too(wrapper, loop):
     assert_plain_chain(wrapper, loop, "psmile")
@@ -530,6 +531,7 @@ NIGHTLY: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*BEFORE, *map(nightly, NIGHTLY)])
 def test_sample_refuses_what_changes_the_gradients_before_the_sampler(name):
     """Warnings are errors."""
@@ -665,6 +667,7 @@ def network_chain(params, precision):
     return joined(end), stats(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_mixed", [False, nightly(True)])
 def test_a_chain_does_not_depend_on_how_its_numbers_are_cut_into_leaves(is_mixed):
     """Many small leaves, also of two precisions, and one large leaf."""
@@ -734,6 +737,7 @@ def stored(state, folder):
         yield checkpointer.restore(folder / "state", abstract)
 
 
+@pytest.mark.slow
 def test_a_state_survives_the_libraries_that_store_it(tmp_path):
     tx = optax_smile.sghmc(0.01, num_data=50, key=RBG)
     update = jax.jit(tx.update)
@@ -853,6 +857,7 @@ def test_an_eager_update_and_stats_do_not_wait_for_the_device():
         stats(jax.block_until_ready(waiting))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [

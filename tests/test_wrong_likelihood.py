@@ -17,6 +17,8 @@ from runs import stub
 
 import optax_smile
 
+# Slow tests compare no statistics.
+OPTIMIZED = False
 ROWS, CLASSES = 40, 3
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(ROWS, 2)).astype(np.float32)
@@ -197,6 +199,7 @@ def test_a_wrong_loss_is_named(name):
     assert said_of(loss, (X, targets)) == [kind]
 
 
+@pytest.mark.slow
 def test_check_says_it_and_what_it_has_looked_at():
     loss, targets, kind = WRONG["weight decay beside a scale"]
     found = optax_smile.check(loss, PARAMS, [(X, targets)], SAMPLER).findings
@@ -289,6 +292,7 @@ def test_right_losses_stay_silent(name):
     assert said_of(loss, batch, **dict(given)) == []
 
 
+@pytest.mark.slow
 def test_a_sum_over_a_constant_is_a_mean_unless_it_is_that_of_all_data():
     """`num_data` times the loss would otherwise be the sum over one batch."""
 
@@ -305,6 +309,7 @@ def test_a_sum_over_a_constant_is_a_mean_unless_it_is_that_of_all_data():
         assert kinds(divisor, num_data) == ["mean loss"], divisor
 
 
+@pytest.mark.slow
 def test_only_leaves_that_the_sampler_moves_need_a_gradient():
     """And what the loss does not read is a draw from the prior, which is told without a finding."""
 
@@ -340,6 +345,7 @@ def test_where_no_program_can_be_read_the_tests_are_skipped_by_name(monkeypatch)
     assert said_of(decay, (X, REAL)) == []
 
 
+@pytest.mark.slow
 def test_a_step_size_like_a_learning_rate_is_named_with_a_sensible_one():
     start: Any = {"w": jnp.ones((2, CLASSES)), "log_std": jnp.zeros(())}
     given: dict[str, Any] = {"num_data": ROWS, "decoherence_length": None}

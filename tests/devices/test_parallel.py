@@ -146,6 +146,7 @@ def test_chains_with_noise_need_a_key():
     chex.assert_trees_all_equal(state, expected._replace(arrays=expected.arrays._replace(key=keys)))
 
 
+@pytest.mark.slow
 def test_a_mesh_changes_nothing_but_the_place():
     """Devices communicate only where a chain has several."""
     collectives = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
@@ -242,6 +243,7 @@ def draw(mesh=None, specs=None, loss_fn=None, **arguments) -> Any:
     return optax_smile.sample(loss_fn, start(), **defaults | arguments)
 
 
+@pytest.mark.slow
 def test_sample_on_a_mesh(tmp_path):
     seen = set()
 
@@ -258,6 +260,7 @@ def test_sample_on_a_mesh(tmp_path):
     draw(make_mesh((2,), EXPLICIT), sampler=sampler, num_draws=1, batches=[batch_of(0)])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(tmp_path):
     """With auxiliary state, random losses and batches of their own."""
 
@@ -278,6 +281,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
 SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("stored", "two gradients", "specs")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["own batches", *SLOW])
 def test_control_variates_on_a_mesh(tmp_path, form):
     """The centres are those of one device, also where the run goes on on another mesh."""

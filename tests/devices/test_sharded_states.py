@@ -40,6 +40,7 @@ def shard(axis_type):
     return mesh, jax.device_put(PARAMS, shardings)
 
 
+@pytest.mark.slow
 def test_state_is_sharded_like_the_parameters():
     mesh, params = shard(AxisType.Auto)
     tx = make("psmile, rich")
@@ -85,6 +86,7 @@ def test_state_is_sharded_like_the_parameters_where_types_say_so(case):
         assert_sharded_like(state, params)
 
 
+@pytest.mark.slow
 def test_sums_and_noise_across_devices():
     """The explicit noise does not depend on the sharding, and a direction stays one."""
     rng, tx = np.random.default_rng(1), optax_smile.smile(0.1, num_data=9, key=0)
