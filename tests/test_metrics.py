@@ -182,3 +182,17 @@ def test_score_has_the_nll_of_single_draws():
     expected = -np.mean([metrics.lppd(of.log_density) for of in alone])
     assert metrics.score(found, LABELS)["NLL"] == pytest.approx(expected, abs=1e-6)
     assert "NLL" not in metrics.score(found._replace(each=None), LABELS)
+
+
+def test_score_of_a_number_takes_the_whole_variance():
+    """That of the noise, 1, and that of the draws, 4."""
+    draws = optax_smile.Snapshots(np.array([[[3.0], [-1.0]]], "float32"))
+    targets = np.linspace(-3, 5, 9).astype("float32")
+    given: dict[str, Any] = {"likelihood": "gaussian", "targets": targets}
+
+    def apply(w, x):
+        return w[0] + 0 * x, np.float32(0)
+
+    found = metrics.score(optax_smile.predict(apply, draws, targets, **given), targets)
+    mean, std = np.ones(9), np.full(9, 5**0.5)
+    assert found["CRPS"] == pytest.approx(metrics.crps(mean, std, targets), rel=1e-5)

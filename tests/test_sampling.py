@@ -342,3 +342,14 @@ def test_no_key_is_used_twice():
         given |= {"optimizer": stub(), "validation": regression()[0]}
         warmstart(key=jax.random.key(0), **given)
         optax_smile.chains_from_weights([{"w": jnp.ones(2)}], num_chains=3, key=0)
+
+
+@pytest.mark.parametrize("integrator", ["leapfrog", "minimal_norm"])
+def test_the_loss_in_the_trace_is_that_of_the_draw(integrator):
+    """Not of a point within a step; of full batches, where every draw has one loss."""
+    (batch,) = runs.regression(1)
+    given: Any = {"sampler": runs.quiet(integrator=integrator), "batches": [batch], "check": False}
+    got = runs.run(**given)
+    expected = jax.vmap(jax.vmap(lambda params: runs.mean_loss(params, batch)))(got.params)
+    np.testing.assert_allclose(got.trace["loss"][:, -runs.DRAWS :], expected, rtol=1e-5)
+    assert np.ptp(expected) > 1e-4

@@ -378,6 +378,15 @@ def test_every_way_out_of_a_loop_loses_nothing(way):
     machine.teardown()
 
 
+def test_a_run_of_two_gradients_goes_on_in_the_order_of_its_batches(tmp_path):
+    """Every second pass over an even number of batches begins with the second."""
+    given: Any = {"sampler": stub(kind=runs.TwoGradients), "batches": runs.regression(6)}
+    whole = runs.run(tmp_path / "whole", **given)
+    for number in range(1, runs.DRAWS):
+        runs.run(tmp_path / str(number), num_draws=number, **given)
+        assert_same_bits(runs.run(tmp_path / str(number), **given), whole)
+
+
 def test_leaves_of_any_name_have_flat_names(tmp_path):
     runs.run(tmp_path, num_draws=1, **given_of("a place"))
     (stored,) = {tuple(draw) for draw in optax_smile.load_snapshots(tmp_path, flat=True)}
