@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "optax_smile"
 # Seconds after which tests count as hanging.
 LONGEST = 900
-NOT_COPIED = ".*", "__pycache__", "out", "build", "dist", "*.egg-info"
+NOT_COPIED = ".git", ".venv", ".*_cache", "__pycache__", "out", "build", "dist", "*.egg-info"
 # By pytest's exit status, with and without a defect; all else is no verdict.
 PASSED, FAILED = 0, 1
 RESULTS: dict[Any, str] = {PASSED: "survived", FAILED: "caught"}
@@ -496,7 +496,9 @@ def main():
         assert Path(found).is_relative_to(root), f"{PACKAGE} would be imported from {found}"
         if given.rename:
             rename(root / PACKAGE)
-            sys.exit(subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=root).returncode)
+            command = [sys.executable, "-m", "pytest", "-q", "-n", "3"]
+            env = os.environ | {"PYTHONPATH": str(root)}
+            sys.exit(subprocess.run(command, cwd=root, env=env).returncode)
         for tests in dict.fromkeys(one.tests for one in chosen):
             sound[tests] = test(root, tests)
             print("without a defect:", *tests, *sound[tests], flush=True)

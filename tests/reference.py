@@ -22,16 +22,11 @@ POLYNOMIALS = (8.0934, -23.6206, 17.4463), (3.6366, -2.7219, 0.5365), (2.6613, -
 POLYNOMIALS += (1.9562, -1.3375, 0.3838), (1.8751, -1.2501, 0.3750)
 # Arguments of samplers, by their names. `tuner` is "quantile", "angle" or None, `scale` is
 # "squares", "differences", "published" or None; `shapes` of the leaves are for the spectral norm.
-DEFAULTS: dict[str, Any] = {
-    "num_data": 1.0,
-    "prior_precision": 0.0,
-    "prior_mean": 0.0,
-    "temperature": 1.0,
-}
+DEFAULTS: dict[str, Any] = {"num_data": 1.0, "prior_precision": 0.0, "prior_mean": 0.0}
+DEFAULTS |= {"temperature": 1.0, "shapes": None, "eps": np.finfo(float).eps}
 DEFAULTS |= {"step_size": 1.0, "integrator": "leapfrog", "decoherence_length": None, "angle": None}
 DEFAULTS |= {"adapt_probability": 0.1, "adapt_rate": 0.02, "adapt_steps": np.inf, "tuner": None}
 DEFAULTS |= {"reject_quantile": None, "scale": None, "has_matrix": False, "first_window": 64}
-DEFAULTS |= {"shapes": None, "eps": np.finfo(float).eps}
 
 
 class Chain:
@@ -154,11 +149,10 @@ class Chain:
         self.nonfinite += not self.is_finite
         self.bad_run = 0 if self.is_finite else self.bad_run + 1
         self.good_run = self.good_run + 1 if self.is_finite else 0
-        halved, restored = (
-            max(self.backoff / 2, 1 / 16),
-            1 if self.good_run >= 100 else self.backoff,
-        )
-        self.backoff = halved if self.bad_run > 4 else restored
+        if self.bad_run > 4:
+            self.backoff = max(self.backoff / 2, 1 / 16)
+        elif self.good_run >= 100:
+            self.backoff = 1.0
         return self.is_finite and not is_outlier
 
     def quantile(self, probability):
@@ -203,10 +197,10 @@ class Chain:
                 rate, self.changes = np.sqrt(square), self.changes + 1
                 weight = min(1, 9 * self.change_square / square) if self.changes > 1 else 1.0
                 self.change_square = average(self.change_square, weight * square, self.changes)
-                both = average(self.gradient_square, weight * both / 2, self.changes)
+                whole = average(self.gradient_square, weight * both / 2, self.changes)
                 relative = (weight * square / self.change_square) ** 2
                 self.kurtosis = average(self.kurtosis, relative, self.changes)
-                self.gradient_square = both
+                self.gradient_square = whole
         return rate
 
     def share(self):

@@ -20,6 +20,8 @@ from optax_smile import angle_tuner, mclmc, psmile, published, quantile_tuner, s
 
 HALF = 32
 CALLS = 2 * HALF
+# Relative difference of two numbers whose order a rounding may change.
+CLOSE = 1e-8
 SMALL = {"last": (), "x": (3,), "y": (2, 2)}
 MATRICES = {"b": (3,), "stack": (2, 3, 5), "w": (4, 3)}
 NETWORK = {"b": (7,), "w": (30, 20)}
@@ -267,7 +269,7 @@ ODD = st.lists(
 
 
 def compare(name, n, seed, noise, odd):
-    """Run both, and yield pairs of numbers to compare, and the chain of the reference."""
+    """Run both, and yield for each call the chain of the reference, `stats`, and both places."""
     case, rng = CASES[name], np.random.default_rng(seed)
     size = sum(int(np.prod(shape)) for shape in case.shapes.values())
     start = rng.standard_normal(size).astype(case.dtype).astype(float)
@@ -302,34 +304,41 @@ def compare(name, n, seed, noise, odd):
         x = x + moved
 
 
-def assert_alike(name, *run):
-    """The same places, the same decisions and the same averages after every call."""
-    bound, largest = CASES[name].bound, 0.0
+def assert_alike(name, *run) -> bool:
+    """The same places, decisions and averages after every call; whether all of them are compared.
+
+    A comparison whose sides agree to a rounding may come out either way. What follows is left out.
+    """
+    case, largest = CASES[name], 0.0
     for chain, got, place, x in compare(name, *run):
         largest = max(largest, np.abs(x).max())
-        np.testing.assert_allclose(place, x, rtol=0, atol=bound * largest)
+        np.testing.assert_allclose(place, x, rtol=0, atol=case.bound * largest)
+        if chain.closest < CLOSE:
+            return False
         counted = got.accepted, got.step_end, got.num_rejected, got.num_nonfinite, got.num_outlying
         expected = chain.accepted, chain.ends, chain.rejected, chain.nonfinite, chain.outlying
         assert tuple(map(int, counted)) == tuple(map(int, expected))
-        if CASES[name].dtype == np.float64:
-            seen = got.step_size, got.change_share, got.descent, got.energy_mean, got.energy_std
-            ours = chain.length, chain.share(), chain.descent, chain.energy_mean, chain.energy_std
-            seen += got.energy_change, (got.width if chain.scale.has_matrix else 0.0)
-            ours += chain.gained if chain.known else np.nan, chain.scale.last_width
-            ours = *ours[:-1], ours[-1] if chain.scale.has_matrix else 0.0
-            np.testing.assert_allclose(
-                seen, ours, 100 * bound, 100 * bound * max(1, chain.energy_mean)
-            )
+        measured = {
+            "step_size": chain.length,
+            "energy_change": chain.gained if chain.known else np.nan,
+            "energy_mean": chain.energy_mean,
+            "energy_std": chain.energy_std,
+            "change_share": chain.share(),
+            "descent": chain.descent,
+            "width": chain.scale.last_width if chain.scale.has_matrix else np.nan,
+        }
+        rounding = 100 * case.bound
+        for field, number in measured.items() if case.dtype == np.float64 else ():
+            atol = rounding * max(1, chain.energy_mean)
+            np.testing.assert_allclose(getattr(got, field), number, rounding, atol, err_msg=field)
+    return True
 
 
 @pytest.mark.filterwarnings("ignore:overflow|invalid|divide:RuntimeWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_every_call_is_that_of_the_reference(name, request):
-    """A run in two pieces, with gradients and losses of all kinds.
-
-    A comparison whose sides agree to a rounding may come out in both ways: such runs are left out.
-    """
-    counts, number = [], 200 if request.config.getoption("--full") else 12
+    """A run in two pieces, with gradients and losses of all kinds."""
+    whole, number = [], 200 if request.config.getoption("--full") else 12
 
     @settings(
         deadline=None,
@@ -340,10 +349,7 @@ def test_every_call_is_that_of_the_reference(name, request):
     )
     @given(n=NUMBERS, seed=st.integers(0, 2**32), noise=between(0.01, 3), odd=ODD)
     def check(n, seed, noise, odd):
-        closest = [chain.closest for chain, *_ in compare(name, n, seed, noise, odd)][-1]
-        counts.append(closest < 1e-8)
-        if not counts[-1]:
-            assert_alike(name, n, seed, noise, odd)
+        whole.append(assert_alike(name, n, seed, noise, odd))
 
     check()
-    assert sum(counts) <= 0.01 * len(counts)
+    assert np.mean(whole) >= 0.99
