@@ -121,40 +121,48 @@ def power_failure(directory: Path, copy: Path, number: int):
     """Copy a directory right before a rename, as it would be found after a power failure.
 
     A file that was not synced is empty, and a draw whose folder was not synced has no name yet.
-    Draws are slow to be written, so that nothing precedes them by chance.
+    Draws are slow to be written, so that nothing precedes them by chance. Another thread may be
+    writing one from the beginning.
     """
     replace, fsync, synced, unsynced, nameless = os.replace, os.fsync, set(), set(), set()
+    turn = threading.RLock()
 
-    def fail(*ignored):
-        shutil.copytree(directory, copy, ignore=shutil.ignore_patterns(*ignored))
+    @functools.cache
+    def fail():
+        copy.mkdir()
+        for file in directory.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copy(file, copy)
         for file in unsynced:
             (copy / file).write_bytes(b"")
-        # The thread that writes draws may go on meanwhile.
-        for file in nameless.copy():
-            (copy / file).unlink(missing_ok=True)
+        for file in nameless:
+            (copy / file).unlink()
 
     def note_sync(descriptor):
         fsync(descriptor)
-        synced.add(path := os.path.realpath(f"/proc/self/fd/{descriptor}"))
-        if Path(path) == directory:
-            nameless.clear()
+        with turn:
+            synced.add(path := os.path.realpath(f"/proc/self/fd/{descriptor}"))
+            if Path(path) == directory:
+                nameless.clear()
 
     def note_name(draft, path):
         nonlocal number
         is_draw, name = Path(path).name.startswith("draw-"), Path(path).name
         time.sleep(0.02 * is_draw)
-        if number == 0:
-            fail()
-        number -= 1
-        replace(draft, path)
-        nameless.update([name] * is_draw)
-        unsynced.update([name] * (str(draft) not in synced))
+        with turn:
+            if number == 0:
+                fail()
+            number -= 1
+            replace(draft, path)
+            nameless.update([name] * is_draw)
+            unsynced.update([name] * (str(draft) not in synced))
 
-    with mock.patch.multiple(os, replace=note_name, fsync=note_sync):
-        yield
-    if not copy.exists():
-        # A draft may be there no longer.
-        fail(".draw-*")
+    with mock.patch.object(os, "fsync", note_sync):
+        synced.update(map(str, directory.glob(".*")))
+        with mock.patch.object(os, "replace", note_name):
+            yield
+            with turn:
+                fail()
 
 
 # At a draw, in the body of the loop, or where a batch is read.
