@@ -15,7 +15,7 @@ from optax_smile._packed import Count, Flag, Real
 from optax_smile._types import Tree, by_identity
 
 # Format of the states of all samplers. A state of another format cannot be continued.
-STATE_FORMAT = 12
+STATE_FORMAT = 13
 # Largest share of gradients that are not finite; healthy runs have none or a handful.
 MOST_NONFINITE = 0.01
 # Nats per example by which draws may be worse than the start: targets 63 % less probable.
@@ -139,12 +139,8 @@ class Stats(NamedTuple):
         descent: energy that the chain has lost over the last quarter of its gradients, estimated
             from them, in standard deviations of what a converged chain loses by chance; NaN for
             samplers that do not measure it.
-        fall: mean energy of the previous window of calls minus that of the current one, which is
-            twice as long, from the losses, nats. 0 before the accepted call 383 and without
-            `value`, NaN for samplers that do not measure it.
         on_its_way: True while the chain still falls towards the posterior: `descent` is more than
-            3, or `fall` is more than sqrt(d / 2) and the noise of the batches explain. These points
-            are not yet draws.
+            3. These points are not yet draws.
         below_resolution: True if the step is so short that rounding loses it when it is added to
             the parameters.
         num_altered: calls whose parameters were not those that the updates of the call before lead
@@ -176,7 +172,6 @@ class Stats(NamedTuple):
     temperature: jax.Array
     change_share: jax.Array
     descent: jax.Array
-    fall: jax.Array
     on_its_way: jax.Array
     below_resolution: jax.Array
     num_altered: jax.Array

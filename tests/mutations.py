@@ -252,8 +252,6 @@ ChangeAverage.observe: left 8: change from the middle of a step
 turn_rate: argument 1: uphill gradients are discounted like downhill ones
 Evidence.rates: otherwise 1: matched noise by whole gradients
 OpenStep.advance: left 1: prior's change over the first of two drifts forgotten
-LossAverage.observe: otherwise 6: a loss that falls is not told
-LossAverage.observe: otherwise 4: last loss is never taken
 SHARE, LONGEST_AVERAGE: double 2: averages stand still in the end
 # stages/probe.py
 look: argument 10: what arrives elsewhere is not counted

@@ -48,6 +48,8 @@ MOST_TREND = 2.0
 MOST_REJECTIONS = 3.0
 # Fewer events do not determine a rate, and rarer ones hardly hinder the chain.
 LEAST_EVENTS, LEAST_REJECTION_RATE = 10, 0.01
+# Standard deviations of the noise of batches that a falling loss must exceed.
+FAR_NOISE = 3.0
 # Nats per input by which the modes of one posterior hardly differ: targets 26 % less probable.
 FAR_BELOW = 0.3
 # Two chains may meet in a draw that is rounded to float16. Copies agree in all draws, or from one
@@ -370,10 +372,29 @@ def _unsettled(run: Run, rhats: np.ndarray) -> Iterator[Finding]:
         share = _trace.late_share(run.trace["on_its_way"])
         text = "the energy was still falling at {} of the later records"
         yield Finding("still on its way", share > 0.5, share, 0.5, text, ".0%", "above {}")
+    fall = _fall_of_loss(run)
+    text = "from its first to its second half, the loss fell {} times as far as chance explains"
+    yield Finding("still on its way", fall > 1, fall, 1.0, text, ".2g", "above {}")
     if run.num_draws >= LEAST_DRAWS_JUDGED:
         bound = HIGH_WEIGHT_RHAT if run.values is None else HIGH_RHAT
         text = "the median R-hat of the quarters of the chain is {}"
         yield Finding("not settled", rhats > bound, rhats, bound, text, ".2f", "above {}")
+
+
+def _fall_of_loss(run: Run) -> np.ndarray:
+    """Compare the mean losses of the halves of a chain; NaN where the numbers are not known.
+
+    The energy of a converged chain of d parameters has the standard deviation sqrt(d / 2), so the
+    means of its halves differ by less, but for the noise of batches: three deviations of it.
+    """
+    losses, size = run.trace["loss"], run.trace["num_parameters"][:, -1]
+    num_data, half = run.settings.get("num_data"), losses.shape[1] // 2
+    if not isinstance(num_data, (int, float)) or run.num_draws < LEAST_DRAWS_JUDGED:
+        return np.full(len(losses), np.nan)
+    energy = losses * num_data / run.trace["temperature"]
+    noise = np.square(np.diff(energy)).mean(axis=1) / half
+    fall = energy[:, :half].mean(axis=1) - energy[:, half:].mean(axis=1)
+    return fall / np.sqrt(size / 2 + FAR_NOISE**2 * noise)
 
 
 def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Finding]:

@@ -33,7 +33,7 @@ COLD = "a cold posterior, narrower than the Bayesian one"
 SPECTRAL = "not the Bayesian posterior unless gradients are those of all data"
 # Entries of a trace that checks need; NaN where they are missing.
 NEEDED = ("step_size", "num_rejected", "num_gradients", "num_nonfinite", "below_resolution")
-NEEDED += ("temperature", "loss")
+NEEDED += ("temperature", "loss", "num_parameters")
 # A surplus of confidence is told from this size and this number of standard errors on.
 LARGE_SURPLUS, MOST_ERRORS = 0.02, 3
 # Findings that `repr` shows, and characters of each.

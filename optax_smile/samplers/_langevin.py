@@ -88,7 +88,7 @@ class LangevinState(NamedTuple):
     def stats(self) -> Options:
         """Return what only the dynamics know of `Stats`."""
         unknown = jnp.full_like(self.step_length, jnp.nan)
-        unmeasured = "energy_mean", "energy_std", "change_share", "descent", "fall", "width"
+        unmeasured = "energy_mean", "energy_std", "change_share", "descent", "width"
         return {
             "step_size": self.step_length,
             "num_outlying": jnp.zeros_like(self.step_length, jnp.int32),

@@ -79,8 +79,7 @@ class MicrocanonicalState(NamedTuple):
             "num_outlying": history.turns.num_outlying,
             "change_share": history.changes.share(),
             "descent": history.descent.descent_score,
-            "fall": history.loss.fall,
-            "on_its_way": history.descent.on_its_way | history.loss.is_falling,
+            "on_its_way": history.descent.on_its_way,
         }
 
     def last_accepted(self, params: optax.Params) -> Tree:
@@ -233,14 +232,12 @@ class Microcanonical(Dynamics):
 
         scale_stays = self.preconditioner.stays(state.dynamics.preconditioner, measured.weight)
         is_comparable = measured.changes.is_comparable & scale_stays
-        energy_per_loss, size = potential.energy_change(posterior, 1.0, 0.0), end.num_parameters
         averages = EvidenceState(
             open_step=open_step,
             energies=history.energies.observe(error, self.reject_quantile),
             turns=measured.turns,
             changes=measured.changes._replace(is_comparable=is_comparable),
             descent=measured.descent,
-            loss=history.loss.observe(call.value, energy_per_loss, size, ~reject),
         )
         state = state._replace(
             dynamics=state.dynamics._replace(momentum=after, tuner=tuned, evidence=averages),

@@ -45,9 +45,6 @@ RESOLUTION_ULPS, SMALLEST_STEP = 4, 30.0
 PATIENCE = 100
 # A converged chain exceeds this `descent_score` by chance in less than one in a hundred cases.
 ON_ITS_WAY = 3.0
-# A fall of the energy counts beyond this many standard deviations of the noise of batches, and
-# after this many calls.
-FALLING, SHORTEST_WINDOW = 3.0, 256
 
 
 class Sums(NamedTuple):
@@ -415,71 +412,6 @@ class DescentAverage(NamedTuple):
         return DescentAverage(fall, square, score, score > ON_ITS_WAY)
 
 
-class LossAverage(NamedTuple):
-    """Means of the loss over two windows of accepted calls, one twice as long as the one before.
-
-    Attributes:
-        last_loss: that of the last call, nats per term.
-        loss_before: mean over the window that has closed, likewise.
-        loss_now: mean over the open window, likewise.
-        loss_noise_square: half the mean square of the differences between successive calls, of the
-            last quarter, likewise squared.
-        num_losses: how many entered in all, int32.
-        fall: energy of the window before minus that of the open window, nats.
-        is_falling: whether that is more than chance explains in a converged chain.
-    """
-
-    last_loss: Real
-    loss_before: Real
-    loss_now: Real
-    loss_noise_square: Real
-    num_losses: Count
-    fall: Real
-    is_falling: Flag
-
-    def observe(
-        self,
-        value: jax.Array | None,
-        energy_per_loss: float | jax.Array,
-        num_parameters: int,
-        accepted: jax.Array,
-    ) -> LossAverage:
-        """Add the loss of an accepted call to the open window, the calls 2^k to 2^(k + 1) - 1.
-
-        The energy of a converged chain of d parameters has the standard deviation sqrt(d / 2). Its
-        means over two windows differ by less than that, and by the noise of the batches. A window
-        is compared with the one before from its middle on. So the way to the posterior is forgotten
-        after at most six times as many calls as it took. `energy_per_loss` is num_data over the
-        temperature.
-        """
-        if value is None:
-            return self
-        dtype, count = self.last_loss.dtype, _tree.count(self.num_losses, accepted)
-        opened = jnp.left_shift(1, 31 - jax.lax.clz(jnp.maximum(count, 1)))
-        opens = accepted & (count == opened)
-        number = (count - opened + 1).astype(dtype)
-        before = jnp.where(opens, self.loss_now, self.loss_before)
-        mean = self.loss_now + (value - self.loss_now) / number
-        mean = jnp.where(accepted, jnp.where(opens, value, mean), self.loss_now)
-        change = jnp.minimum(jnp.abs(value - self.last_loss), LARGEST_ENERGY)
-        square = jnp.where(self.num_losses > 0, change**2 / 2, 0)
-        noise = _average(self.loss_noise_square, square, count, accepted)
-        fall = energy_per_loss * (before - mean)
-        half = opened.astype(dtype) / 2
-        of_batches = jnp.square(FALLING * energy_per_loss) * noise * (1 / number + 1 / half)
-        chance = jnp.sqrt(num_parameters / 2 + of_batches)
-        judges = accepted & (count >= SHORTEST_WINDOW) & (number >= half)
-        return LossAverage(
-            last_loss=jnp.where(accepted, value, self.last_loss).astype(dtype),
-            loss_before=before,
-            loss_now=mean.astype(dtype),
-            loss_noise_square=noise,
-            num_losses=count,
-            fall=jnp.where(judges, fall, self.fall).astype(dtype),
-            is_falling=jnp.where(judges, fall > chance, self.is_falling),
-        )
-
-
 class EvidenceState(NamedTuple):
     """What a chain remembers of its past calls."""
 
@@ -488,7 +420,6 @@ class EvidenceState(NamedTuple):
     turns: TurnAverage
     changes: ChangeAverage
     descent: DescentAverage
-    loss: LossAverage
 
 
 def init(params: optax.Params) -> EvidenceState:
@@ -504,7 +435,6 @@ def init(params: optax.Params) -> EvidenceState:
             _tree.empty_sketch(params), zero(), no(), zero(), zero(), zero(), none()
         ),
         descent=DescentAverage(zero(), zero(), zero(), no()),
-        loss=LossAverage(zero(), zero(), zero(), zero(), none(), zero(), no()),
     )
 
 
