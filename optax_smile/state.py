@@ -11,7 +11,6 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _trace, _tracked, _tree
-from optax_smile._packed import Count, Flag, Real
 from optax_smile._types import Tree, by_identity
 
 # Format of the states of all samplers. A state of another format cannot be continued.
@@ -46,15 +45,15 @@ class LastUpdate(NamedTuple):
             rejected.
     """
 
-    energy_change: Real
-    has_energy: Flag
-    energy_level: Count
-    accepted: Flag
-    step_end: Flag
-    is_draw: Flag
-    below_resolution: Flag
-    last_temperature: Real
-    num_gradients: Count
+    energy_change: jax.Array
+    has_energy: jax.Array
+    energy_level: jax.Array
+    accepted: jax.Array
+    step_end: jax.Array
+    is_draw: jax.Array
+    below_resolution: jax.Array
+    last_temperature: jax.Array
+    num_gradients: jax.Array
     fingerprint: jax.Array
 
     def proceed(

@@ -256,19 +256,12 @@ def follow(tx, key, params, gradient, calls, see=None, **given) -> Any:
     return jax.lax.scan(step, (params, state), calls)[1]
 
 
-def with_fields(state: Any, **fields: Any) -> Any:
-    """Set fields of a sampler's state, scalars included."""
-    after = state.pack(optax.tree.set(state.unpack(), **fields))
-    return after._replace(state_format=state.state_format)
-
-
 def as_read(tree: Any, other: Any) -> Any:
     """Forget what probes read, since of sharded leaves they read less than those of another."""
 
     def forget(node: Any, beside: Any) -> Any:
         if not hasattr(node, "unpack"):
             return node
-        probe = beside.unpack().probe
-        return with_fields(node, start=probe.start, num_read=probe.num_read)
+        return node._replace(start=beside.start, num_read=beside.num_read)
 
     return jax.tree.map(forget, tree, other, is_leaf=lambda node: hasattr(node, "unpack"))

@@ -20,6 +20,7 @@ import optax
 import pytest
 from paper_settings import PAPER
 from public_samplers import SAMPLERS, accepts, quick_psmile, settings_of
+from runs import refused
 
 import optax_smile
 from optax_smile import published
@@ -186,26 +187,23 @@ def injected(case, **changes):
     return build(optax.inject_hyperparams(fn, static_args=static), **options | changes)
 
 
-def fields(state):
-    for name, value in zip(state._fields, state, strict=True):
-        if jax.tree.leaves(value):
-            yield name, value
-        if hasattr(value, "_fields"):
-            yield from fields(value)
-
-
 @every_case
 def test_a_transformation_and_its_field_names(case):
     tx = make(case)
     assert type(tx) is optax.GradientTransformationExtraArgs
     assert tuple(tx) == (tx.init, tx.update)
-    wrapped, state = injected(case), tx.init(PARAMS)
-    outer = wrapped.init(PARAMS)
-    names = [name for name, _ in fields(state)]
-    assert len(names) == len(set(names))
-    for name, value in fields(state):
+    state: Any = tx.init(PARAMS)
+    wrapped = injected(case)
+    outer: Any = wrapped.init(PARAMS)
+    # Also those that are packed, such as the counters.
+    for name, value in state._asdict().items():
         assert_equal(optax.tree.get(state, name), value)
         assert_equal(optax.tree.get(outer, name), value)
+        assert f"{name}={value!r}" in repr(state)
+    assert optax.tree.set(outer, num_data=5).inner_state._fields == state._fields
+    later = state._replace(num_gradients=7, step_size_factor=3.0)
+    assert (later.num_gradients, later.num_rejected, later.step_size_factor) == (7, 0, 3.0)
+    refused("name=.* got a packed scalar", optax.tree.set, state, num_gradients=7)
     # Hyperparameters may be traced.
     update = functools.partial(wrapped.update, value=1.0)
     assert types(jax.eval_shape(update, PARAMS, outer, PARAMS)[1]) == types(outer)
@@ -314,7 +312,7 @@ def test_the_papers_samplers(name, no_jit):
     assert told["reject_quantile"] == (None if naive else 0.98)
     assert told["tuner"] is None if naive else told["tuner"]["name"] == "quantile_tuner"
     assert state.gradients_per_step == 2 and state.key is None
-    assert ("gradient_variance" in dict(fields(state))) == name.startswith("psmile")
+    assert ("gradient_variance" in state._fields) == name.startswith("psmile")
     if name == "smile":
         samplers = tx, optax_smile.smile(0.1, **PAPER, **prior)
         params, expected = (follow(tx, PARAMS, GRADIENTS[:2])[0] for tx in samplers)

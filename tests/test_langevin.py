@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import runs
 
 import optax_smile
 
@@ -169,7 +168,7 @@ def test_scale_adapted_sghmc():
     assert_moves(trace, move)
     # What would have a negative variance is left out.
     assert 0.05 < np.mean(np.less(variances, 0)) < 0.95
-    memories = np.array([[flat(x) for x in s.arrays.dynamics.memory] for s in trace.states])
+    memories = np.array([[flat(x) for x in s.unpack().dynamics.memory] for s in trace.states])
     np.testing.assert_allclose(memories[1:], scales, rtol=1e-11)
     changes = np.any(memories[1:] != memories[:-1], axis=(1, 2))
     np.testing.assert_array_equal(changes, np.arange(calls) < adapt_steps)
@@ -182,7 +181,7 @@ def test_scale_adapted_sghmc():
 def test_without_any_gradient_nothing_moves(name):
     tx, zeros = build(name, prior_precision=0.0), as_tree(np.zeros(SIZE))
     updates, after = tx.update(zeros, tx.init(zeros), zeros)
-    displacement = after.arrays.dynamics.displacement
+    displacement = after.unpack().dynamics.displacement
     assert not np.any(flat(updates)) and np.all(np.isfinite(flat(displacement)))
 
 
@@ -221,7 +220,7 @@ def test_exploration_ends_at_the_right_step(length=100):
         _, state = tx.update(params, tx.init(params), params)
 
         def one(count):
-            state_then = runs.with_fields(state, num_steps=count)
+            state_then = state._replace(num_steps=count)
             return optax_smile.stats(tx.update(params, state_then, params)[1]).is_draw
 
         return jax.vmap(one)(jnp.asarray(counts + 1, jnp.int32))
@@ -291,16 +290,16 @@ def test_nonfinite_inputs_are_taken_back():
     # At the first call there is nothing to take back.
     for calls, judged in ((0, start), (CALLS, trail[-2][0])):
         params, state = trail[calls]
-        before, num_steps = state.arrays.dynamics, state.unpack().num_steps
+        before, num_steps = state.unpack().dynamics, state.num_steps
         for grads, value in bad_inputs(params):
             updates, after = tx.update(grads, state, params, value=value)
             np.testing.assert_array_equal(flat(updates), -flat(before.displacement))
             back: Any = optax.apply_updates(params, updates)
             assert ulps(back, judged, params) <= 2
             assert np.all(flat(optax_smile.last_accepted(after, back)) == flat(back))
-            stats, dynamics = optax_smile.stats(after), after.arrays.dynamics
+            stats, dynamics = optax_smile.stats(after), after.unpack().dynamics
             counts = stats.num_gradients, stats.num_nonfinite, stats.num_rejected
-            assert counts == (calls + 1, 1, 0) and after.unpack().num_steps == num_steps
+            assert counts == (calls + 1, 1, 0) and after.num_steps == num_steps
             assert not stats.accepted and stats.step_end == (calls > 0)
             assert np.isnan(stats.energy_change) and not np.any(flat(dynamics.displacement))
             chex.assert_trees_all_equal(dynamics.memory, before.memory)
@@ -309,7 +308,7 @@ def test_nonfinite_inputs_are_taken_back():
             onwards = run(tx, back, after, [calls])[-1][1]
             stats = optax_smile.stats(onwards)
             assert stats.accepted and not stats.step_end and stats.num_nonfinite == 1
-            assert onwards.unpack().num_steps == num_steps + 1
+            assert onwards.num_steps == num_steps + 1
 
 
 def test_is_sample_speaks_of_the_last_accepted_step_end():
@@ -317,7 +316,7 @@ def test_is_sample_speaks_of_the_last_accepted_step_end():
     tx = build("cyclical_sgld", total_steps=10, num_cycles=1, exploration=0.5)
     start = as_tree(START, jnp.float32)
     params, state = run(tx, start, tx.init(start), range(6))[-1]
-    assert state.unpack().num_steps == 6 and not optax_smile.stats(state).is_draw
+    assert state.num_steps == 6 and not optax_smile.stats(state).is_draw
     for (grads, value), is_draw in ((next(bad_inputs(params)), False), (good_call(params), True)):
         after = tx.update(grads, state, params, value=value)[1]
         assert optax_smile.stats(after).is_draw == is_draw

@@ -132,7 +132,7 @@ def heated(permuted):
         theta = jax.random.normal(keys[0], (LARGE,))
         state: Any = optax.tree.set(tx.init(theta), key=jax.random.key_data(keys[0]))
         (_, state), squares = jax.lax.scan(one_pass, (theta, state), keys[1:])
-        return squares[50:].mean(axis=0), optax.tree.get(state.unpack(), "mean_turn_rate")
+        return squares[50:].mean(axis=0), optax.tree.get(state, "mean_turn_rate")
 
     squares, rates = jax.jit(jax.vmap(chain))(jax.random.split(jax.random.key(4), 40))
     # Explicit noise over that of the gradients, as strengths: about one where it matches.

@@ -372,8 +372,7 @@ def check_step_size(settings: Options | None, state: Tree) -> Check | None:
     names = "mean_change_square", "num_changes", "mean_turn_rate", "change_share", "step_size"
     sampler: Tree = find(state, "sample")
     stats = sampler.stats()._asdict()
-    inside = sampler.unpack() if hasattr(sampler, "unpack") else sampler
-    known = [optax.tree.get(inside, name) if name not in stats else stats[name] for name in names]
+    known = [stats[name] if name in stats else optax.tree.get(sampler, name) for name in names]
     if chooser(settings or {}) != "number" or any(x is None for x in known):
         return None
     square, number, turn_rate, share, length = (np.asarray(_on_host.local(x), float) for x in known)

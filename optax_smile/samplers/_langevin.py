@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree, potential
-from optax_smile._packed import Real
 from optax_smile._types import Options, Tree
 from optax_smile.samplers import _transformation
 from optax_smile.samplers._chain import ChainState
@@ -75,7 +74,7 @@ class LangevinState(NamedTuple):
 
     memory: Tree
     displacement: optax.Updates
-    step_length: Real
+    step_length: jax.Array
     step_size_factor: jax.Array
 
     gradients_per_step = 1

@@ -70,10 +70,12 @@ class MicrocanonicalState(NamedTuple):
     def stats(self) -> Options:
         """Return what only the dynamics know of `Stats`."""
         history, matrix = self.evidence, getattr(self.preconditioner, "matrix", None)
-        unknown = jnp.full_like(self.momentum.step_length, jnp.nan)
+        width = jnp.full_like(self.momentum.step_length, jnp.nan)
+        if matrix is not None and matrix.entries is not None:
+            width = matrix.last_width
         return {
             "step_size": self.momentum.step_length,
-            "width": unknown if matrix is None else matrix.last_width,
+            "width": width,
             "energy_mean": history.energies.energy_mean,
             "energy_std": history.energies.energy_std,
             "num_outlying": history.turns.num_outlying,

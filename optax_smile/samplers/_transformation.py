@@ -21,11 +21,12 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _settings, _tree, potential
+from optax_smile._compiled import State, pack
 from optax_smile._types import Options, StepSize, Tree, Unchecked
 from optax_smile.potential import PerParameter, Potential
-from optax_smile.samplers._chain import ChainState, PackedState
+from optax_smile.samplers._chain import ChainState
 from optax_smile.stages import probe, rejection
-from optax_smile.state import check_format, is_concrete, no_update
+from optax_smile.state import STATE_FORMAT, check_format, is_concrete, no_update
 
 Arguments = ParamSpec("Arguments")
 Definition = Callable[Arguments, object]
@@ -137,14 +138,14 @@ def _update(dynamics: Dynamics, run: Callable) -> Callable:
         loss: Unchecked = None,
         reject: Unchecked = None,
         **others: Unchecked,
-    ) -> tuple[optax.Updates, PackedState]:
+    ) -> tuple[optax.Updates, State]:
         if params is None:
             raise ValueError(_tree.MISSING_PARAMS)
         value = mean_loss(where, value, loss, others)
         kind = str(getattr(reject, "dtype", type(reject).__name__))
         if reject is not None and (kind != "bool" or np.shape(reject)):
             _check.fail(where, "reject", "a scalar True or False", _check.show(reject))
-        if not isinstance(state, PackedState):
+        if not isinstance(state, State):
             _check.fail(where, "state", state_of(dynamics.name), _check.show(state))
         check_format(where, "state", state)
         known = state.like_params
@@ -207,13 +208,13 @@ class Dynamics:
     def process(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
         """Return the displacement and the state after a call.
 
-        In `state`, `prior_mean` is None. The caller restores it in the result.
+        In `state`, `prior_centre` is None. The caller restores it in the result.
         """
         raise NotImplementedError
 
-    def init(self, params: optax.Params) -> PackedState:
+    def init(self, params: optax.Params) -> State:
         """Return the state before the first call, of floating leaves only."""
-        return PackedState.pack(self._init(params))
+        return pack(self._init(params))
 
     def _init(self, params: optax.Params) -> ChainState:
         potential.check_prior(self.name, self.posterior, params)
@@ -223,21 +224,22 @@ class Dynamics:
             dynamics=self.begin(params),
             guardrail=rejection.init(dtype),
             probe=probe.init(params),
-            prior_mean=potential.centre(self.posterior, params),
+            prior_centre=potential.centre(self.posterior, params),
             num_steps=count,
             key=None if self.seed is None else jnp.copy(jax.random.key_data(self.seed)),
             last_update=last_update._replace(is_draw=self.is_draw(count - 1)),
             has_lost_leaf=jnp.zeros((), bool),
+            state_format=jnp.asarray(STATE_FORMAT, jnp.int32),
         )
 
     def update(
         self,
         updates: optax.Updates,
-        packed: PackedState,
+        packed: State,
         params: optax.Params,
         value: Tree,
         reject: jax.Array | None = None,
-    ) -> tuple[optax.Updates, PackedState]:
+    ) -> tuple[optax.Updates, State]:
         """One call, on trees of arrays: gradients and parameters have None for leaves at rest."""
         known = packed.like_params
         expected = jax.eval_shape(self.init, known)
@@ -251,16 +253,14 @@ class Dynamics:
         updates = jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params)
         value = None if value is None else jnp.asarray(value, _tree.dtype(known))
         posterior = self.posterior
-        if state.prior_mean is not None:
-            posterior = posterior._replace(prior_mean=state.prior_mean)
+        if state.prior_centre is not None:
+            posterior = posterior._replace(prior_mean=state.prior_centre)
         passed = None if posterior.log_prior is None else updates
         updates, value = potential.with_log_prior(posterior, updates, value, params)
         call = Call(posterior, updates, passed, params, value, reject)
-        displacement, after = self.process(call, state._replace(prior_mean=None))
-        after = PackedState.pack(after._replace(prior_mean=state.prior_mean))
+        displacement, after = self.process(call, state._replace(prior_centre=None))
         # A float64 argument does not widen the state.
-        reals = after.reals.astype(packed.reals.dtype)
-        return displacement, after._replace(reals=reals, state_format=packed.state_format)
+        return displacement, packed.pack(after._replace(prior_centre=state.prior_centre))
 
     def split(self, data: jax.Array | None) -> tuple[jax.Array | None, Tree]:
         """Split the key of a state: the next one, and a typed key for the noise of this call."""

@@ -16,7 +16,6 @@ import jax.scipy.special
 import optax
 
 from optax_smile import _tree, potential
-from optax_smile._packed import Count, Flag, Real
 from optax_smile._types import Tree
 
 # Averages of the gradients cover this share of all calls, so they settle as a chain goes on, but no
@@ -135,10 +134,10 @@ class OpenStep(NamedTuple):
             energy, nats.
     """
 
-    opening_value: Real
-    opening_known: Flag
-    kinetic_change: Real
-    prior_change: Real
+    opening_value: jax.Array
+    opening_known: jax.Array
+    kinetic_change: jax.Array
+    prior_change: jax.Array
 
     def advance(
         self, end: StepEnd, opening_kick: jax.Array, sums: Sums, value: jax.Array | None
@@ -203,9 +202,9 @@ class EnergyAverages(NamedTuple):
         num_energies: how many entered, int32.
     """
 
-    energy_mean: Real
-    energy_std: Real
-    num_energies: Count
+    energy_mean: jax.Array
+    energy_std: jax.Array
+    num_energies: jax.Array
 
     def settled(self) -> jax.Array:
         """Whether there were enough energies to judge the next one."""
@@ -272,9 +271,9 @@ class TurnAverage(NamedTuple):
         num_outlying: gradients of accepted calls with a reduced weight, int32.
     """
 
-    mean_turn_rate: Real
-    num_turns: Count
-    num_outlying: Count
+    mean_turn_rate: jax.Array
+    num_turns: jax.Array
+    num_outlying: jax.Array
 
     def trust(self, rate: jax.Array, sums: Sums, num_gradients: jax.Array) -> jax.Array:
         """Weight of a gradient: less than 1 if it is outlying, 0 if it carries no information.
@@ -321,12 +320,12 @@ class ChangeAverage(NamedTuple):
     """
 
     sketch: Tree
-    last_square: Real
-    is_comparable: Flag
-    mean_change_square: Real
-    mean_gradient_square: Real
-    kurtosis: Real
-    num_changes: Count
+    last_square: jax.Array
+    is_comparable: jax.Array
+    mean_change_square: jax.Array
+    mean_gradient_square: jax.Array
+    kurtosis: jax.Array
+    num_changes: jax.Array
 
     def share(self) -> jax.Array:
         """Share of the change in the gradient's square; NaN before the first."""
@@ -385,10 +384,10 @@ class DescentAverage(NamedTuple):
         on_its_way: whether that is more than `ON_ITS_WAY`.
     """
 
-    energy_fall: Real
-    fall_square: Real
-    descent_score: Real
-    on_its_way: Flag
+    energy_fall: jax.Array
+    fall_square: jax.Array
+    descent_score: jax.Array
+    on_its_way: jax.Array
 
     def observe(
         self, end: StepEnd, trust: jax.Array, turns: TurnAverage, accepted: jax.Array

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _tree
-from optax_smile._packed import Count, Flag, Real
 from optax_smile._types import Tree
 from optax_smile.stages.evidence import StepEnd, Sums, turn_rate
 
@@ -73,9 +72,9 @@ class MomentumState(NamedTuple):
     """
 
     direction: optax.Updates
-    moving: Flag
-    drift_index: Count
-    step_length: Real
+    moving: jax.Array
+    drift_index: jax.Array
+    step_length: jax.Array
     anchor: optax.Params | None
     conjugate: optax.Updates | None = None
 

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _tree
-from optax_smile._packed import Real
 from optax_smile._types import Tree
 from optax_smile.stages.evidence import GradientWeight
 from optax_smile.stages.scale import MeanSquare, MeanSquareState
@@ -35,6 +34,8 @@ EXTRAPOLATION = 3
 class MatrixState(NamedTuple):
     """The matrix in use, the next one, and how curved the energy is in its coordinates phi.
 
+    With many parameters the arrays are None, and the numbers stay as they are.
+
     Attributes:
         entries: A, `[entry, entry]`, in the order of the leaves.
         next_entries: A of the next window up to a factor, likewise; not measured in the first.
@@ -51,15 +52,15 @@ class MatrixState(NamedTuple):
 
     entries: jax.Array
     next_entries: jax.Array
-    mean_whitened: Real
-    mean_before: Real
+    mean_whitened: jax.Array
+    mean_before: jax.Array
     position: jax.Array
     mean_position: jax.Array
     mean_force: jax.Array
-    covariance: Real
-    spread: Real
-    last_width: Real
-    width: Real
+    covariance: jax.Array
+    spread: jax.Array
+    last_width: jax.Array
+    width: jax.Array
 
 
 def _begin(
@@ -110,28 +111,28 @@ class FullMatrix(MeanSquare):
     def init(self, params: optax.Params) -> MeanSquareState:
         """Return a scale of one and an empty window."""
         state, dtype = super().init(params), _tree.dtype(params)
-        if not jax.tree.leaves(params):
-            # The placeholder of `optax.tree.map_params`: a leaf stands for a matrix and for none.
-            return state._replace(matrix=jnp.zeros(()))
-        if _tree.size(params) > self.largest:
-            return state
-        ones = _tree.flat(jax.tree.map(lambda x: jnp.ones_like(x, dtype), params))
         one, infinite = jnp.ones((), dtype), jnp.full((), jnp.inf, dtype)
-        matrix = _begin(jnp.diag(ones), one, infinite, jnp.copy(infinite))
+        is_small = _tree.size(params) <= self.largest
+        ones = jax.tree.map(lambda x: jnp.ones_like(x, dtype), params)
+        # The placeholder of `optax.tree.map_params` has no leaves.
+        flat = _tree.flat(ones) if is_small and jax.tree.leaves(params) else jnp.zeros(0, dtype)
+        matrix = _begin(jnp.diag(flat), one, infinite, jnp.copy(infinite))
+        if not is_small:
+            matrix = jax.tree.map(lambda x: None if x.ndim else x, matrix)
         return state._replace(matrix=matrix)
 
     def width(self, state: MeanSquareState) -> jax.Array | None:
         """Return the width of the posterior, inf if it is unknown; None without a matrix."""
-        return None if state.matrix is None else state.matrix.width
+        return None if state.matrix.entries is None else state.matrix.width
 
     def observe(
         self, state: Tree, gradient: Tree, weight: GradientWeight, direction: Tree, drift: Tree
     ) -> MeanSquareState:
         """Add a gradient, and use the next matrix once the window closes."""
         after = super().observe(state, gradient, weight, direction, drift)
-        old: MatrixState | None = state.matrix
-        if old is None:
-            return after
+        old: MatrixState = state.matrix
+        if old.entries is None:
+            return after._replace(matrix=old)
         number, window, closes = self._advance(state, weight)
         enters, is_first = weight.counts & (number > 0), window == self.first_window
         count = jnp.maximum(number, 1).astype(old.width.dtype)

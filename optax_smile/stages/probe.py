@@ -11,7 +11,6 @@ import optax
 from jax.sharding import AxisType
 
 from optax_smile import _check, _joined, _tree
-from optax_smile._packed import Count, Flag, Real
 from optax_smile._types import Tree
 
 # Numbers of a large leaf that are read.
@@ -38,11 +37,11 @@ class ProbeState(NamedTuple):
     """
 
     start: jax.Array
-    num_read: Count
-    num_altered: Count
-    num_compared: Count
-    altered_share: Real
-    is_altered: Flag
+    num_read: jax.Array
+    num_altered: jax.Array
+    num_compared: jax.Array
+    altered_share: jax.Array
+    is_altered: jax.Array
 
 
 def init(params: optax.Params) -> ProbeState:

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _tree
-from optax_smile._packed import Count, Real
 
 # A few non-finite inputs are accidents of a batch. From the fifth in a row on, the step size may be
 # the cause: it is halved, down to a sixteenth, until a hundred calls in a row are finite.
@@ -31,11 +30,11 @@ class GuardrailState(NamedTuple):
         step_backoff: factor of the step size after too many of them, scalar in [1/16, 1].
     """
 
-    num_rejected: Count
-    num_nonfinite: Count
-    nonfinite_run: Count
-    finite_run: Count
-    step_backoff: Real
+    num_rejected: jax.Array
+    num_nonfinite: jax.Array
+    nonfinite_run: jax.Array
+    finite_run: jax.Array
+    step_backoff: jax.Array
 
 
 def init(dtype: jnp.dtype) -> GuardrailState:

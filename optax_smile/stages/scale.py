@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree, _xla
-from optax_smile._packed import Count, Real
 from optax_smile._types import Tree
 from optax_smile.stages.evidence import GradientWeight
 
@@ -154,8 +153,8 @@ class MovingVarianceState(NamedTuple):
 
     gradient_mean: optax.Updates
     gradient_variance: optax.Updates
-    variance_mean: Real
-    isotropic_weight: Real
+    variance_mean: jax.Array
+    isotropic_weight: jax.Array
 
     def inverse_scale(self) -> optax.Updates:
         """Compute one over the scale, a tree like the parameters."""
@@ -227,20 +226,21 @@ class MeanSquareState(NamedTuple):
         last_gradient: the one before, likewise; None if differences are not used.
         num_in_window: how many entered in the open window, int32; -1 before the first difference.
         window: length of the open window in gradients, int32.
-        matrix: the state of `matrix.FullMatrix`, which replaces `in_use`; None without a matrix.
+        matrix: the state of `matrix.FullMatrix`, whose matrix replaces `in_use`; or None.
     """
 
     in_use: optax.Updates
     mean_square: optax.Updates
-    mean: Real
+    mean: jax.Array
     last_gradient: optax.Updates | None
-    num_in_window: Count
-    window: Count
+    num_in_window: jax.Array
+    window: jax.Array
     matrix: Tree = None
 
     def inverse_scale(self) -> _tree.Scale:
         """Return one over the scale, a tree like the parameters or a matrix."""
-        return self.in_use if self.matrix is None else _tree.Matrix(self.matrix.entries)
+        entries = getattr(self.matrix, "entries", None)
+        return self.in_use if entries is None else _tree.Matrix(entries)
 
 
 @dataclass(frozen=True)

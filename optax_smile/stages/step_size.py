@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from optax_smile import _check
-from optax_smile._packed import Real
 from optax_smile._types import StepSize, Tree
 from optax_smile.stages.evidence import LARGEST_RATIO, SMALLEST_STEP, Evidence
 
@@ -180,7 +179,7 @@ class AngleState(NamedTuple):
     """
 
     step_size_factor: jax.Array
-    usual_length: Real
+    usual_length: jax.Array
 
 
 @dataclass(frozen=True, repr=False)

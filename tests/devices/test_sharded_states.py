@@ -51,7 +51,7 @@ def test_state_is_sharded_like_the_parameters():
         assert_sharded_like(state, params)
         after, state = run(step, params, state, range(7))
     assert_sharded_like((after, state), params)
-    assert not np.any(state.unpack().probe.num_altered) and np.any(state.unpack().probe.num_read)
+    assert not np.any(state.num_altered) and np.any(state.num_read)
     assert_close((after, state), as_read((expected[0], expected[1]), (after, state)))
 
 
@@ -63,13 +63,12 @@ def test_altered_parameters_are_seen_on_several_devices():
     with jax.set_mesh(mesh):
         params, state = run(step, params, tx.init(params), range(2))
         _, altered = step(scale(0.999, params), state, batch(2))
-    assert state.unpack().probe.num_altered == 0 and altered.unpack().probe.num_altered == 1
+    assert state.num_altered == 0 and altered.num_altered == 1
     params, state = jax.device_get((params, state))
     params, state = run(step, params, state, range(2, 4))
     _, altered = step(scale(0.999, params), state, batch(4))
-    assert state.unpack().probe.num_altered == 0 and altered.unpack().probe.num_altered == 1
-    probe, size = altered.unpack().probe, optax.tree.size(PARAMS)
-    assert probe.num_read == len(probe.start) == size
+    assert state.num_altered == 0 and altered.num_altered == 1
+    assert altered.num_read == len(altered.start) == optax.tree.size(PARAMS)
 
 
 @pytest.mark.parametrize("case", ["psmile, rich", "sghmc"])

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import runs
 from test_injections import INPUTS, MAKE, NUM_DATA, START, TARGETS, mean_loss
 
 import optax_smile
@@ -31,9 +30,8 @@ NAMES = ("psmile", "published.psmile", "psgld", "scale_adapted_sghmc")
 
 
 def counters_of(state) -> dict[str, jax.Array]:
-    leaves = jax.tree_util.tree_leaves_with_path(state.unpack())
-    found = {path[-1].name: leaf for path, leaf in leaves if leaf.dtype == jnp.int32}
-    return {name: leaf for name, leaf in found.items() if name not in OTHERS}
+    found = {name: x for name, x in state._asdict().items() if hasattr(x, "dtype")}
+    return {name: x for name, x in found.items() if x.dtype == jnp.int32 and name not in OTHERS}
 
 
 def chains(name: str, num_steps: int) -> Any:
@@ -48,7 +46,7 @@ def chains(name: str, num_steps: int) -> Any:
         grads = jax.tree.map(lambda g: factor * g, grads)
         updates, state = tx.update(grads, state, params, value=factor * loss)
         params: Any = optax.apply_updates(params, updates)
-        leaves = jax.tree.leaves((params, state.unpack()._replace(last_update=None)))
+        leaves = jax.tree.leaves((params, state._replace(energy_change=0)))
         return (params, state), {
             "finite": jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]).all(),
             "smallest": jnp.stack([*counters_of(state).values()]).min(),
@@ -62,7 +60,7 @@ def chains(name: str, num_steps: int) -> Any:
         start = START, tx.init(START)
         params, state = jax.lax.scan(usual, start, jnp.arange(ARRIVED))[0]
         for counter, x in counters_of(state).items():
-            state = runs.with_fields(state, **{counter: jnp.maximum(x, count)})
+            state = state._replace(**{counter: jnp.maximum(x, count)})
         (_, after), seen = jax.lax.scan(double, (params, state), jnp.arange(num_steps))
         return state, after, seen
 
@@ -83,10 +81,10 @@ def test_counters(name, full, record):
     assert np.all(seen["step_size"] > 1e-7)
     energies = seen["energy"].mean(axis=1)
     assert np.ptp(energies) < 2, energies
-    counts = np.asarray(after.unpack().last_update.num_gradients)
+    counts = np.asarray(after.num_gradients)
     assert counts.tolist() == [min(max(ARRIVED, x) + num_steps, MOST) for x in COUNTS]
     # An average over n numbers goes 1 - exp(-steps / n) of the way to what is twice as large.
-    before, after = (optax.tree.get(x.unpack(), "mean_turn_rate") for x in (before, after))
+    before, after = (optax.tree.get(x, "mean_turn_rate") for x in (before, after))
     for one, count in zip([] if after is None else after / before - 1, COUNTS, strict=False):
         long = min(SHARE * max(count, ARRIVED), LONGEST_AVERAGE)
         share = -math.expm1(-num_steps / long) if count else 1

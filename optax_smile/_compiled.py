@@ -1,0 +1,194 @@
+"""The state of a chain between calls: few arrays for the device, every number by its name.
+
+A Python loop pays about 2 µs for every array that a compiled call takes or returns. Between calls
+the scalars of a state are therefore in three arrays. Nothing inside `update` knows of this.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_smile import _check
+from optax_smile._types import Tree
+
+# Scalars of these kinds are packed, but for those that loops set or read around each call.
+KINDS = {"reals": np.floating, "counts": np.signedinteger, "flags": np.bool_}
+APART = ("step_size_factor", "state_format")
+
+
+class Fields(tuple[str, ...]):
+    """Names of the items of a `State`. Those of its packed scalars are in it as well."""
+
+    # Kind and place of each.
+    packed: dict[str, tuple[str, int]]
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self.packed
+
+
+class State(tuple):
+    """State of a sampler between calls, a named tuple for JAX, Optax and Flax.
+
+    It has the parts of the state inside a call, arrays and trees, under their names there. Scalars
+    are in the items `reals`, `counts` and `flags`, `[..., scalar]`, and can be read by their names:
+    `state.num_rejected`, `optax.tree.get(state, "num_rejected")`.
+    """
+
+    _fields: ClassVar[Fields]
+    # Structure of the state inside a call, with a leaf for each part, and their names and kinds.
+    nested: ClassVar[Any]
+    names: ClassVar[tuple[str, ...]]
+    kinds: ClassVar[tuple[str, ...]]
+    # Name of the part that is like the parameters.
+    like: ClassVar[str]
+    num_calls: ClassVar[int]
+
+    def __new__(cls, *items: Tree, **named: Tree) -> State:
+        """Take items in their order or by name."""
+        return super().__new__(cls, items or [named[name] for name in cls._fields])
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._fields.packed:
+            kind, place = self._fields.packed[name]
+            return getattr(self, kind)[..., place]
+        if name in self._fields:
+            return self[self._fields.index(name)]
+        raise AttributeError(f"this state has no {name!r}")
+
+    def _items(self) -> dict[str, Tree]:
+        return dict(zip(self._fields, self, strict=True))
+
+    def _asdict(self) -> dict[str, Tree]:
+        """Return all parts by name, in the order of the state inside a call."""
+        items, split = self._items(), {kind: _split_last(getattr(self, kind)) for kind in KINDS}
+        items |= {name: split[kind][place] for name, (kind, place) in self._fields.packed.items()}
+        return {name: items[name] for name in self.names}
+
+    def _replace(self, **given: Tree) -> State:
+        """Replace items or scalars by name."""
+        items = self._items()
+        if given.keys() == items.keys() and all(given[name] is x for name, x in items.items()):
+            # `optax.tree.set` passes all items, and knows no others.
+            rule = f"one of {', '.join(self._fields)}"
+            advice = "Set a scalar by `state._replace(name=...)`."
+            _check.fail("optax.tree.set", "name", rule, "a packed scalar", advice)
+        for name, value in given.items():
+            if name in self._fields.packed:
+                kind, place = self._fields.packed[name]
+                items[kind] = jnp.asarray(items[kind]).at[..., place].set(value)
+            else:
+                items[name] = value
+        return type(self)(**items)
+
+    def __repr__(self) -> str:
+        return f"State({', '.join(f'{name}={part!r}' for name, part in self._asdict().items())})"
+
+    def __reduce__(self) -> tuple:
+        skeleton = jax.tree.unflatten(self.nested, self.names)
+        return _restored, (skeleton, self.kinds, self.like, self.num_calls, tuple(self))
+
+    def unpack(self) -> Any:
+        """Return the state inside a call."""
+        return jax.tree.unflatten(self.nested, self._asdict().values())
+
+    def pack(self, inside: Tree) -> State:
+        """Return the state after a call, in the precision of this one."""
+        parts = dict(zip(self.names, self.nested.flatten_up_to(inside), strict=True))
+        return type(self)._of(parts, [getattr(self, kind).dtype for kind in KINDS])
+
+    @classmethod
+    def _of(cls, parts: dict[str, Tree], dtypes: Sequence[Any]) -> State:
+        scalars: dict[str, list[jax.Array]] = {kind: [] for kind in KINDS}
+        for name, (kind, _) in cls._fields.packed.items():
+            scalars[kind].append(parts.pop(name))
+        pairs = zip(scalars.values(), dtypes, strict=True)
+        return cls(*parts.values(), *(jnp.stack(x, axis=-1).astype(kind) for x, kind in pairs))
+
+    @property
+    def like_params(self) -> Tree:
+        """A tree like the leaves that move, with None for the others."""
+        return getattr(self, self.like)
+
+    @property
+    def gradients_per_step(self) -> int:
+        """See `state.SamplerState`."""
+        return self.num_calls
+
+    def stats(self) -> Any:
+        """See `state.SamplerState`."""
+        return self.unpack().stats()
+
+    def last_accepted(self, params: optax.Params) -> Tree:
+        """See `state.SamplerState`."""
+        return self.unpack().last_accepted(params)
+
+    def last_received(self) -> tuple[optax.Updates, jax.Array]:
+        """See `state.SamplerState`."""
+        return self.like_params, self.fingerprint
+
+
+def pack(inside: Any) -> State:
+    """Return the state of one chain between calls, from that inside a call.
+
+    A part is what is no named tuple, or a tree of the structure of `inside.like_params`. It has the
+    name of its field, with that of the tuple before it where two parts have the same.
+    """
+    like = jax.tree.structure(inside.like_params)
+
+    def is_part(node: Tree) -> bool:
+        return not hasattr(node, "_fields") or jax.tree.structure(node) == like
+
+    paths, nested = jax.tree_util.tree_flatten_with_path(inside, is_leaf=is_part)
+    number = Counter(path[-1].name for path, _ in paths)
+    parts = {".".join(key.name for key in path[-number[path[-1].name] :]): x for path, x in paths}
+    kinds, dtypes = [], {}
+    for name, part in parts.items():
+        kind = "" if name in APART or getattr(part, "shape", None) != () else _kind_of(part)
+        # Scalars of another precision would be rounded.
+        is_same = not kind or dtypes.setdefault(kind, part.dtype) == part.dtype
+        kinds.append(kind if is_same else "")
+    (name,) = (name for name, part in parts.items() if part is inside.like_params)
+    layout = nested, tuple(parts), tuple(kinds), name, inside.gradients_per_step
+    return _class_of(*layout)._of(parts, [dtypes[kind] for kind in KINDS])
+
+
+def _kind_of(scalar: jax.Array) -> str:
+    kinds = (kind for kind, base in KINDS.items() if jnp.issubdtype(scalar.dtype, base))
+    return next(kinds, "")
+
+
+@functools.cache
+def _class_of(
+    nested: Any, names: tuple[str, ...], kinds: tuple[str, ...], like: str, num_calls: int
+) -> type[State]:
+    """Make the class of all states of a layout, so that JAX tells those of others apart."""
+    pairs = list(zip(names, kinds, strict=True))
+    fields = Fields([*(name for name, kind in pairs if not kind), *KINDS])
+    members = [(kind, [name for name, x in pairs if x == kind]) for kind in KINDS]
+    fields.packed = {name: (kind, i) for kind, found in members for i, name in enumerate(found)}
+    known = {"_fields": fields, "nested": nested, "names": names, "kinds": kinds}
+    return type("State", (State,), {**known, "like": like, "num_calls": num_calls})
+
+
+def _restored(skeleton: Tree, kinds: Any, like: str, num_calls: int, items: tuple) -> State:
+    """Make a state from a file of pickle."""
+    names, nested = jax.tree.flatten(skeleton)
+    return _class_of(nested, tuple(names), kinds, like, num_calls)(*items)
+
+
+def _split_last(array: jax.Array) -> Sequence[jax.Array]:
+    """Split an array along its last axis, in one program outside of compiled functions."""
+    return _split(array) if isinstance(array, jax.Array) else _split.__wrapped__(array)
+
+
+@functools.partial(jax.jit, inline=True)
+def _split(array: jax.Array) -> Sequence[jax.Array]:
+    return [array[..., place] for place in range(array.shape[-1])]
