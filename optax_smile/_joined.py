@@ -1,113 +1,128 @@
 """Small leaves of a parameter tree, joined to one array while a call of `update` lasts.
 
 A network has many small leaves, such as biases, and XLA compiles several kernels for each leaf of a
-tree. Leaves that are joined share these kernels. Training loops never see a joined tree: the state
-keeps the leaves of the parameters.
+tree. Leaves that are joined share these kernels. Nothing inside a call knows of it: it is told
+where the entries lie, see `_places`.
 """
 
-import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _xla
+from optax_smile import _places, _xla
 from optax_smile._types import Tree
 
-# Number of entries up to which a leaf is small, and of small leaves from which on they are joined.
-LARGEST, FEWEST = 2**10, 3
+# Number of small leaves, and of entries of the tree, from which on they are joined.
+FEWEST, SMALLEST = 3, 500
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Layout:
     """The structure of a tree, the shapes of its leaves, and which of them are joined."""
 
-    structure: Tree
+    structure: Any
     shapes: tuple[tuple[int, ...], ...]
     is_small: tuple[bool, ...]
 
-    @functools.cached_property
-    def sizes(self) -> list[int]:
-        """Entries of each leaf."""
-        return [math.prod(shape) for shape in self.shapes]
-
-    @functools.cached_property
-    def starts(self) -> list[int]:
-        """Number of the first entry of each leaf, counted through the whole tree."""
-        return [0, *np.cumsum(self.sizes)[:-1].tolist()]
-
-    def numbers(self, from_zero: bool) -> np.ndarray:
-        """Number the joined entries through the whole tree, or each leaf from zero on."""
-        parts = zip(self.starts, self.sizes, self.is_small, strict=True)
-        numbers = [
-            np.arange(size, dtype=np.int64) + (0 if from_zero else start)
-            for start, size, is_small in parts
-            if is_small
+    def split(self, leaves: list) -> tuple[list, list]:
+        """Return the leaves that are joined, and the others."""
+        pairs = list(zip(leaves, self.is_small, strict=True))
+        return [x for x, is_small in pairs if is_small], [
+            x for x, is_small in pairs if not is_small
         ]
-        return np.concatenate(numbers).astype(np.uint32)
 
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["joined", "apart"], meta_fields=["layout"]
 )
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Joined:
     """A tree whose small leaves are joined, one after the other, `[entry]`."""
 
-    joined: jax.Array
-    apart: tuple[jax.Array, ...]
+    joined: Any
+    apart: tuple[Any, ...]
     layout: Layout
 
 
-def choose(params: optax.Params, smallest: int) -> Layout | None:
-    """Choose the leaves to join.
+@dataclass(frozen=True)
+class JoinedPlace:
+    """What `_places.Place` is for a leaf, for joined leaves: the numbers of all entries."""
 
-    None for a tree of fewer than `smallest` entries or `FEWEST` small leaves, and on a mesh.
+    in_leaf: np.ndarray
+    in_tree: np.ndarray
+    is_small = True
+
+    def inside(self, leaf: jax.Array) -> np.ndarray:
+        """Number the entries of each leaf from zero on."""
+        return self.in_leaf
+
+    def through(self, leaf: jax.Array, first: jax.Array) -> jax.Array:
+        """Number the entries through the tree."""
+        return first + self.in_tree
+
+
+def around(process: Callable[[Tree, Tree], Tree]) -> Callable[[Tree, Tree], Tree]:
+    """Join the small leaves that a function of a call and a state gets, and cut its results."""
+
+    def run(call: Tree, state: Tree) -> Tree:
+        if (layout := choose(call.params)) is None:
+            return process(call, state)
+        given, inside = join(layout, (call._replace(places=None), state))
+        return part(process(given._replace(places=_places_of(layout, call.places)), inside))
+
+    return run
+
+
+def choose(params: optax.Params) -> Layout | None:
+    """Choose the leaves to join: those that are small.
+
+    None for a tree of fewer than `SMALLEST` entries or `FEWEST` small leaves, on a mesh, and if
+    small leaves have different precisions.
     """
     leaves, structure = jax.tree.flatten(params)
-    is_small = small(leaves)
-    if sum(is_small) < FEWEST or sum(leaf.size for leaf in leaves) < smallest:
+    is_small = tuple(0 < leaf.size <= _places.LARGEST for leaf in leaves)
+    layout = Layout(structure, tuple(leaf.shape for leaf in leaves), is_small)
+    few, _ = layout.split(leaves)
+    if len(few) < FEWEST or sum(leaf.size for leaf in leaves) < SMALLEST:
         return None
-    if not all(jax.typeof(leaf).sharding.mesh.empty for leaf in leaves):
-        return None
-    return Layout(structure, tuple(leaf.shape for leaf in leaves), tuple(is_small))
+    on_mesh = any(not jax.typeof(leaf).sharding.mesh.empty for leaf in leaves)
+    return None if on_mesh or len({leaf.dtype for leaf in few}) > 1 else layout
 
 
-def small(leaves: list[jax.Array]) -> list[bool]:
-    """Tell which leaves are small and have the precision of the first small one."""
-    sizes_fit = [0 < leaf.size <= LARGEST for leaf in leaves]
-    dtypes = [leaf.dtype for leaf, fits in zip(leaves, sizes_fit, strict=True) if fits]
-    pairs = zip(sizes_fit, leaves, strict=True)
-    return [fits and leaf.dtype == dtypes[0] for fits, leaf in pairs]
+def _places_of(layout: Layout, places: Tree) -> Joined:
+    few, apart = layout.split(jax.tree.leaves(places))
+    sizes = [math.prod(shape) for shape in layout.split(list(layout.shapes))[0]]
+    inside = [np.arange(size, dtype=np.int64) for size in sizes]
+    through = [x + place.start for x, place in zip(inside, few, strict=True)]
+    joined = (np.concatenate(numbers).astype(np.uint32) for numbers in (inside, through))
+    return Joined(JoinedPlace(*joined), tuple(apart), layout)
 
 
-def join(layout: Layout | None, tree: Tree) -> Tree:
+def join(layout: Layout, tree: Tree) -> Tree:
     """Join the small leaves of all subtrees that are like the parameters.
 
     A subtree is like them if it has their structure and small leaves of their shapes. Its large
     leaves may have other shapes, as those of a sketch have.
     """
-    if layout is None:
-        return tree
+    shapes, _ = layout.split(list(layout.shapes))
 
     def is_like(node: Tree) -> bool:
-        return jax.tree.structure(node) == layout.structure and all(
-            not is_small or jnp.shape(leaf) == shape
-            for leaf, shape, is_small in zip(
-                jax.tree.leaves(node), layout.shapes, layout.is_small, strict=True
-            )
-        )
+        if jax.tree.structure(node) != layout.structure:
+            return False
+        return [jnp.shape(leaf) for leaf in layout.split(jax.tree.leaves(node))[0]] == shapes
 
     def joined(node: Tree) -> Tree:
         if not is_like(node):
             return node
-        pairs = list(zip(jax.tree.leaves(node), layout.is_small, strict=True))
-        few = [jnp.ravel(leaf) for leaf, is_small in pairs if is_small]
-        apart = tuple(leaf for leaf, is_small in pairs if not is_small)
-        return Joined(jnp.concatenate(few), apart, layout)
+        few, apart = layout.split(jax.tree.leaves(node))
+        return Joined(jnp.concatenate([jnp.ravel(leaf) for leaf in few]), tuple(apart), layout)
 
     return jax.tree.map(joined, tree, is_leaf=is_like)
 
@@ -130,27 +145,11 @@ def part(tree: Tree) -> Tree:
 def _leaves(tree: Joined, joined: jax.Array) -> Tree:
     """Cut the joined leaves out of their array."""
     layout, apart, first, leaves = tree.layout, iter(tree.apart), 0, []
-    for shape, size, is_small in zip(layout.shapes, layout.sizes, layout.is_small, strict=True):
+    for shape, is_small in zip(layout.shapes, layout.is_small, strict=True):
         if is_small:
-            leaves.append(joined[first : first + size].reshape(shape))
-            first += size
+            last = first + math.prod(shape)
+            leaves.append(joined[first:last].reshape(shape))
+            first = last
         else:
             leaves.append(next(apart))
     return jax.tree.unflatten(layout.structure, leaves)
-
-
-def starts(tree: Tree) -> list[int | np.ndarray]:
-    """Number the first entry of each leaf through the whole tree; of joined leaves all entries."""
-    if isinstance(tree, Joined):
-        layout = tree.layout
-        pairs = zip(layout.starts, layout.is_small, strict=True)
-        return [layout.numbers(False), *(start for start, is_small in pairs if not is_small)]
-    sizes = [leaf.size for leaf in jax.tree.leaves(tree)]
-    return [0, *np.cumsum(sizes)[:-1].tolist()]
-
-
-def insides(tree: Tree) -> list[np.ndarray | None]:
-    """Number the entries of each joined leaf from zero on; None for any other leaf."""
-    if isinstance(tree, Joined):
-        return [tree.layout.numbers(True), *[None] * len(tree.apart)]
-    return [None] * len(jax.tree.leaves(tree))

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optax_smile import _check, _joined, _xla
+from optax_smile import _check, _places, _xla
 from optax_smile._types import Tree
 
 # The sampler keeps full-precision parameters: 1 + 1e-3 is 1 in bfloat16 and float16.
@@ -137,10 +137,12 @@ def inner(first: Tree, second: Tree) -> jax.Array:
 
 def sums(trees: list[Tree]) -> list[jax.Array]:
     """Sum all entries of each of several trees of the same shapes, in one pass over memory."""
-    return sums_and_sketch(trees, None)[0]
+    return sums_and_sketch(trees, None, _places.of(trees[0]))[0]
 
 
-def sums_and_sketch(trees: list[Tree], sketched: Tree) -> tuple[list[jax.Array], Tree]:
+def sums_and_sketch(
+    trees: list[Tree], sketched: Tree, places: Tree
+) -> tuple[list[jax.Array], Tree]:
     """Sum all entries of each of several trees, and sketch another, in one pass over memory.
 
     A sketch consists of sums over blocks of each leaf, with random signs that depend only on the
@@ -154,21 +156,20 @@ def sums_and_sketch(trees: list[Tree], sketched: Tree) -> tuple[list[jax.Array],
     devices such a reduction would gather its arrays. There each tree is summed by itself, a few
     leaves at a time, since the compiler joins only a few of the sums that cross devices.
 
-    All trees have the same shapes.
+    All trees have the same shapes, and their entries the `places`, see `_places`.
     """
     columns = list(zip(*(jax.tree.leaves(tree) for tree in trees), strict=True))
     signed, structure = jax.tree.flatten(sketched)
     signed = signed or [None] * len(columns)
     parts, shared, sketches = [], [], []
-    for leaves, leaf, inside in zip(columns, signed, _joined.insides(trees[0]), strict=True):
-        is_small = leaves[0].size <= _joined.LARGEST or inside is not None
-        large = None if is_small else leaf
+    for leaves, leaf, place in zip(columns, signed, jax.tree.leaves(places), strict=True):
+        large = None if place.is_small else leaf
         sketch = []
         if is_shared(leaves[0]):
             shared.append(leaves)
-            sketch = [] if large is None else [jnp.sum(*_split(x)) for x in _signed(large)]
+            sketch = [] if large is None else [jnp.sum(*_split(x)) for x in _signed(large, place)]
         elif leaves[0].size:
-            totals, sketch = _block_sums(leaves, large)
+            totals, sketch = _block_sums(leaves, large, place)
             parts.append(totals)
         sketches.append(_xla.stack(sketch) / math.sqrt(NUM_SIGNS) if sketch else leaf)
     parts += _shared_sums([leaves for leaves in shared if leaves[0].size])
@@ -183,7 +184,8 @@ def fingerprint(tree: Tree) -> jax.Array:
     The product is linear in the tree. The signs depend only on the place inside a leaf, so that the
     contribution of a leaf does not depend on the others.
     """
-    return fingerprint_of(*sums([jax.tree.map(jnp.square, tree), signed(tree)]))
+    marked = signed(tree, _places.of(tree))
+    return fingerprint_of(*sums([jax.tree.map(jnp.square, tree), marked]))
 
 
 def fingerprint_of(square: jax.Array, product: jax.Array) -> jax.Array:
@@ -191,11 +193,9 @@ def fingerprint_of(square: jax.Array, product: jax.Array) -> jax.Array:
     return jnp.stack([jnp.sqrt(square), product])
 
 
-def signed(tree: Tree) -> Tree:
+def signed(tree: Tree, places: Tree) -> Tree:
     """Multiply every entry by a random sign, the same in every call."""
-    leaves, structure = jax.tree.flatten(tree)
-    pairs = zip(leaves, _joined.insides(tree), strict=True)
-    return jax.tree.unflatten(structure, [_signed(leaf, inside)[0] for leaf, inside in pairs])
+    return jax.tree.map(lambda leaf, place: _signed(leaf, place)[0], tree, places)
 
 
 def empty_sketch(tree: Tree) -> Tree:
@@ -210,8 +210,9 @@ def empty_sketch(tree: Tree) -> Tree:
     if any(AxisType.Manual in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves):
         # Inside a `shard_map` the zeros must vary over its axes as the leaves do.
         empty = jax.tree.map(jnp.zeros_like, tree)
-        return sums_and_sketch([empty], empty)[1]
-    sketch = jax.eval_shape(lambda x: sums_and_sketch([x], x)[1], tree) if leaves else tree
+        return sums_and_sketch([empty], empty, _places.of(tree))[1]
+    places = _places.of(tree)
+    sketch = jax.eval_shape(lambda x: sums_and_sketch([x], x, places)[1], tree) if leaves else tree
     return jax.tree.map(zeros, tree, sketch)
 
 
@@ -262,12 +263,12 @@ def _split(leaf: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
 
 
 def _block_sums(
-    leaves: tuple[jax.Array, ...], sketched: jax.Array | None
+    leaves: tuple[jax.Array, ...], sketched: jax.Array | None, place: _places.Place
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Sum blocks of arrays of one shape, `[block]` for each of them, and sketch another array."""
     if leaves[0].size < SMALLEST_NUMBER:
         return reduce(jnp.add, [jnp.ravel(x)[None] for x in leaves], (1,)), []
-    signed = () if sketched is None else _signed(sketched)
+    signed = () if sketched is None else _signed(sketched, place)
     blocks, (axes, *_) = zip(*map(_split, (*leaves, *signed)), strict=True)
     totals = reduce(jnp.add, blocks, axes)
     sums, sketch = [jnp.ravel(x) for x in totals[: len(leaves)]], totals[len(leaves) :]
@@ -290,26 +291,12 @@ def _combine(function: Callable) -> Callable:
     return functools.partial(jax.tree.map, function)
 
 
-def _signed(leaf: jax.Array, inside: np.ndarray | None = None) -> list[jax.Array]:
+def _signed(leaf: jax.Array, place: _places.Place) -> list[jax.Array]:
     """Multiply by `NUM_SIGNS` random signs, which depend only on the place inside a leaf."""
-    places = places_of(jnp.zeros((), jnp.uint32), leaf) if inside is None else inside
-    bits = places * np.uint32(0x9E3779B9)
+    bits = place.inside(leaf) * np.uint32(0x9E3779B9)
     bits = (bits ^ (bits >> 15)) * np.uint32(0x2C1B3C6D)
     bits = bits ^ (bits >> 13)
     return [jnp.where((bits >> (31 - sign)) % 2 == 0, leaf, -leaf) for sign in range(NUM_SIGNS)]
-
-
-def places_of(first: jax.Array, leaf: jax.Array) -> jax.Array:
-    """Number the entries of a leaf, in the order of its last axis, modulo 2^32."""
-    places, stride, sharding = jnp.full((), first), 1, jax.typeof(leaf).sharding
-    is_typed = AxisType.Explicit in sharding.mesh.axis_types
-    for axis in reversed(range(leaf.ndim)):
-        place = jax.lax.broadcasted_iota(
-            jnp.uint32, leaf.shape, axis, out_sharding=sharding if is_typed else None
-        )
-        places = places + place * np.uint32(stride % 2**32)
-        stride *= leaf.shape[axis]
-    return places
 
 
 def _shared_sums(columns: list[tuple[jax.Array, ...]]) -> list[list[jax.Array]]:
@@ -417,7 +404,7 @@ def normal_like(key: jax.Array, tree: Tree) -> Tree:
     return jax.tree.unflatten(structure, [draw(*pair) for pair in zip(keys, leaves, strict=True)])
 
 
-def isotropic_like(key: jax.Array, tree: Tree) -> Tree:
+def isotropic_like(key: jax.Array, tree: Tree, places: Tree) -> Tree:
     """Draw a tree of independent entries with mean 0 and variance 1.
 
     Networks get random signs, which are computed from their place where they are used: normal
@@ -427,24 +414,16 @@ def isotropic_like(key: jax.Array, tree: Tree) -> Tree:
     if not has_signs(tree):
         return normal_like(key, tree)
     words = jax.random.key_data(key).reshape(-1)
-    leaves, structure = jax.tree.flatten(tree)
-    signs = [
-        _signs_like(_numbers(words[0], start, leaf), words[1], leaf)
-        for start, leaf in zip(_joined.starts(tree), leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, signs)
+
+    def signs(leaf: jax.Array, place: _places.Place) -> jax.Array:
+        return _signs_like(place.through(leaf, words[0]), words[1], leaf)
+
+    return jax.tree.map(signs, tree, places)
 
 
 def has_signs(tree: Tree) -> bool:
     """Whether `isotropic_like` draws signs, whose square is one."""
     return size(tree) >= SMALLEST_NETWORK
-
-
-def _numbers(first: jax.Array, start: int | np.ndarray, leaf: jax.Array) -> jax.Array:
-    """Number the entries of a leaf that begins at `start`, or of joined leaves."""
-    if isinstance(start, np.ndarray):
-        return first + start
-    return places_of(first + np.uint32(start % 2**32), leaf)
 
 
 def _signs_like(bits: jax.Array, second: jax.Array, leaf: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import optax_smile
-from optax_smile import _tree
+from optax_smile import _places, _tree
 
 # Traffic and temporary memory are those of optimized programs.
 OPTIMIZED = True
@@ -90,7 +90,7 @@ def test_sketch_estimates_the_square_of_a_change(shape):
     @jax.jit
     def estimate(start, change):
         moved = jax.tree.map(jnp.add, start, change)
-        (first, second) = (_tree.sums_and_sketch([x], x)[1] for x in (start, moved))
+        (first, second) = (_tree.sums_and_sketch([x], x, _places.of(x))[1] for x in (start, moved))
         return _tree.distance_square(first, second)
 
     errors = []

@@ -143,7 +143,7 @@ class Langevin(Dynamics):
         gradient = potential.gradient(call.posterior, call.updates, params)
         passed = call.updates if call.passed is None else call.passed
         read = [jax.tree.map(jnp.square, tree) for tree in (gradient, params, passed)]
-        square, params_square, *mark = _tree.sums([*read, _tree.signed(passed)])
+        square, params_square, *mark = _tree.sums([*read, _tree.signed(passed, call.places)])
         given = square if call.value is None else jnp.stack([square, call.value])
         length, last_length = self.step_size(state.num_steps), before.step_length
         is_finite = jnp.all(jnp.isfinite(given)) & jnp.greater_equal(length, 0)
@@ -166,6 +166,7 @@ class Langevin(Dynamics):
             ),
         )
 
+        arrived, sent = (probe.entries(x, call.places) for x in (params, before.displacement))
         back = jax.tree.map(jnp.negative, before.displacement)
         still = jax.tree.map(jnp.zeros_like, params)
         resolution = evidence.resolution(params_square)
@@ -179,7 +180,7 @@ class Langevin(Dynamics):
                 step_size_factor=before.step_size_factor,
             ),
             guardrail=guard,
-            probe=probe.look(state.probe, params, probe.entries(before.displacement), reject),
+            probe=probe.look(state.probe, arrived, sent, reject),
             num_steps=_tree.count(state.num_steps, ~reject),
             key=key,
             last_update=last.proceed(

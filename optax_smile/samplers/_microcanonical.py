@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _joined, _tree, _xla, potential
+from optax_smile import _check, _tree, _xla, potential
 from optax_smile._types import Options, Tree
 from optax_smile._warn import warn
 from optax_smile.samplers import _transformation
@@ -92,14 +92,15 @@ class MicrocanonicalState(NamedTuple):
 class Reading(NamedTuple):
     """What a call reads from its arrays, and the explicit noise that it draws.
 
-    `fingerprint` is that of the gradient that the loop passed, `entries_moved` says how far the
-    last drift moved the entries that `probe` compares, `key` is that of the next call.
+    `fingerprint` is that of the gradient that the loop passed. `arrived` has the entries that
+    `probe` compares, `moved` how far the last drift moved them. `key` is that of the next call.
     """
 
     sums: evidence.Sums
     sketch: Tree
     fingerprint: jax.Array
-    entries_moved: Tree
+    arrived: list[jax.Array]
+    moved: list[jax.Array]
     noise: optax.Updates | None
     key: jax.Array | None
     pulled: Tree
@@ -137,29 +138,29 @@ class Microcanonical(Dynamics):
             evidence=evidence.init(params),
         )
 
+    def is_elementwise(self, state: ChainState) -> bool:
+        """See `Dynamics`."""
+        inverse_scale = scale.inverse_of(state.dynamics.preconditioner)
+        return self.momentum.is_elementwise and not isinstance(inverse_scale, _tree.Matrix)
+
     def process(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
-        """Read, decide and move, with small leaves joined."""
+        """Read, decide and move."""
         if call.value is None and (self.tuner.uses_energy or self.reject_quantile is not None):
             warn(
                 f"`{self.name}.update` got no loss. Without it, `quantile_tuner` does not adapt the"
                 " step size, and `reject_quantile` rejects only non-finite steps. Pass `value=loss`"
                 " to `update`."
             )
-        layout, inverse_scale = None, scale.inverse_of(state.dynamics.preconditioner)
-        if self.momentum.is_elementwise and not isinstance(inverse_scale, _tree.Matrix):
-            layout = _joined.choose(call.params, _tree.SMALLEST_NETWORK)
-        call = call._replace(posterior=potential.spread(call.posterior, call.params))
-        call, state = _joined.join(layout, (call, state))
         reading = self.read(call, state)
         decision = self.decide(call, state, reading)
-        return _joined.part(self.move(call, state, reading.noise, decision))
+        return self.move(call, state, reading.noise, decision)
 
     def read(self, call: Call, state: ChainState) -> Reading:
         """Read every array: all inner products in one pass over memory."""
         before, scaling = state.dynamics.momentum, state.dynamics.preconditioner
+        posterior, updates, passed, params, _, _, places = call
         key, noise_key = self.split(state.key)
-        noise = None if noise_key is None else _tree.isotropic_like(noise_key, call.params)
-        posterior, updates, passed, params, *_ = call
+        noise = None if noise_key is None else _tree.isotropic_like(noise_key, params, places)
         gradient = potential.gradient(posterior, updates, params)
         inverse_scale, u = scale.inverse_of(scaling), before.direction
         whitened = scale.whiten(scaling, gradient)
@@ -182,18 +183,19 @@ class Microcanonical(Dynamics):
         back = jax.tree.map(jnp.negative, self.momentum.last_drift(before, inverse_scale))
         added = potential.prior_terms(posterior, params, back)
         terms["prior_change"] = jax.tree.map(jnp.negative, added)
-        sums, sketch, fingerprint = evidence.measure(terms, updates, passed, whitened)
+        sums, sketch, fingerprint = evidence.measure(terms, updates, passed, whitened, places)
         if noise is not None and _tree.has_signs(noise):
             square = jnp.full_like(sums.noise_square, _tree.size(noise))
             sums = sums._replace(noise_square=square)
         if isinstance(inverse_scale, _tree.Matrix):
-            entries_moved = probe.entries(self.momentum.last_drift(before, inverse_scale))
+            moved = probe.entries(self.momentum.last_drift(before, inverse_scale), places)
         else:
-            few = before._replace(direction=probe.entries(before.direction))
-            few_scales = None if inverse_scale is None else probe.entries(inverse_scale)
-            entries_moved = self.momentum.last_drift(few, few_scales)
+            few = before._replace(direction=probe.entries(before.direction, places))
+            few_scales = None if inverse_scale is None else probe.entries(inverse_scale, places)
+            moved: Tree = self.momentum.last_drift(few, few_scales)
         pulled = self.momentum.pull(before, whitened, sums)
-        return Reading(sums, sketch, fingerprint, entries_moved, noise, key, pulled)
+        arrived = probe.entries(params, places)
+        return Reading(sums, sketch, fingerprint, arrived, moved, noise, key, pulled)
 
     def decide(self, call: Call, state: ChainState, reading: Reading) -> Decision:
         """Accept or reject the step that ends here, and choose the next one; no large arrays."""
@@ -211,7 +213,7 @@ class Microcanonical(Dynamics):
         base = jnp.asarray(self.step_size(state.num_steps), before.step_length.dtype)
         is_finite = error.all_finite & (base >= 0)
         guard, reject = rejection.judge(state.guardrail, is_finite, is_outlier, call.reject)
-        probed = probe.look(state.probe, call.params, reading.entries_moved, reject)
+        probed = probe.look(state.probe, reading.arrived, reading.moved, reject)
         reject = _xla.after(reject, probed.altered_share)
 
         # Add the gradient to the averages, and choose the length of the next step.

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _settings, _tree, potential
-from optax_smile._compiled import State, pack
+from optax_smile import _check, _joined, _places, _settings, _tree, potential
+from optax_smile._packed import State, pack
 from optax_smile._types import Options, StepSize, Tree, Unchecked
 from optax_smile.potential import PerParameter, Potential
 from optax_smile.samplers._chain import ChainState
@@ -171,6 +171,7 @@ class Call(NamedTuple):
         passed: gradient as the loop passed it, if that is not `updates`.
         reject: whether the loop rejects the open step, which no counter of the state shows; or
             None.
+        places: where the entries of each leaf lie, see `_places`.
     """
 
     posterior: potential.Potential
@@ -179,6 +180,7 @@ class Call(NamedTuple):
     params: optax.Params
     value: jax.Array | None
     reject: jax.Array | None
+    places: Tree
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -204,6 +206,10 @@ class Dynamics:
     def begin(self, params: optax.Params) -> Tree:
         """Return the state of the dynamics before the first call."""
         raise NotImplementedError
+
+    def is_elementwise(self, state: ChainState) -> bool:
+        """Return whether `process` does the same to each entry, wherever it lies in the tree."""
+        return False
 
     def process(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
         """Return the displacement and the state after a call.
@@ -257,8 +263,10 @@ class Dynamics:
             posterior = posterior._replace(prior_mean=state.prior_centre)
         passed = None if posterior.log_prior is None else updates
         updates, value = potential.with_log_prior(posterior, updates, value, params)
-        call = Call(posterior, updates, passed, params, value, reject)
-        displacement, after = self.process(call, state._replace(prior_centre=None))
+        posterior, places = potential.spread(posterior, params), _places.of(params)
+        call = Call(posterior, updates, passed, params, value, reject, places)
+        process = _joined.around(self.process) if self.is_elementwise(state) else self.process
+        displacement, after = process(call, state._replace(prior_centre=None))
         # A float64 argument does not widen the state.
         return displacement, packed.pack(after._replace(prior_centre=state.prior_centre))
 

@@ -66,17 +66,17 @@ class Sums(NamedTuple):
 
 
 def measure(
-    terms: dict[str, Tree], updates: Tree, passed: Tree, whitened: Tree
+    terms: dict[str, Tree], updates: Tree, passed: Tree, whitened: Tree, places: Tree
 ) -> tuple[Sums, Tree, jax.Array]:
     """Sum the terms of all inner products of a call, by name, in one pass over memory.
 
     Returns also a sketch of the whitened gradient, and the fingerprint of the gradient that the
     loop passed (see `_tree`).
     """
-    marks = [_tree.signed(updates if passed is None else passed)]
+    marks = [_tree.signed(updates if passed is None else passed, places)]
     if passed is not None:
         marks.append(jax.tree.map(jnp.square, passed))
-    numbers, sketch = _tree.sums_and_sketch([*terms.values(), *marks], whitened)
+    numbers, sketch = _tree.sums_and_sketch([*terms.values(), *marks], whitened, places)
     sums = Sums(*[jnp.zeros((), numbers[0].dtype)] * len(Sums._fields))
     sums = sums._replace(**dict(zip(terms, numbers, strict=False)))
     product, *square = numbers[len(terms) :]

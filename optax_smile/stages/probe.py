@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType
 
-from optax_smile import _check, _joined, _tree
+from optax_smile import _check, _places, _tree
 from optax_smile._types import Tree
 
 # Numbers of a large leaf that are read.
@@ -52,7 +52,7 @@ def init(params: optax.Params) -> ProbeState:
     start = jnp.zeros(length, _tree.dtype(params))
     if any(AxisType.Manual in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves):
         # Inside a `shard_map` the zeros must vary over its axes, as the leaves do.
-        start = jnp.zeros_like(_in_one(entries(params), start))
+        start = jnp.zeros_like(_in_one(entries(params, _places.of(params)), start))
     return ProbeState(
         start=start,
         num_read=jnp.zeros((), jnp.int32),
@@ -64,18 +64,17 @@ def init(params: optax.Params) -> ProbeState:
 
 
 def look(
-    state: ProbeState, params: optax.Params, moved: list[jax.Array], reject: jax.Array
+    state: ProbeState, read: list[jax.Array], moved: list[jax.Array], reject: jax.Array
 ) -> ProbeState:
     """Compare the parameters of the loop with the values that the last call sent.
 
-    `moved` has the entries of the last displacement, from the state. If the call goes back to where
-    the step began, `reject` is true.
+    `read` and `moved` have the entries of the parameters and of the last displacement. If the call
+    goes back to where the step began, `reject` is true.
     """
     if state.is_altered.dtype != bool:
         rule, got = "what `init` or `update` returned", "one whose booleans are numbers"
         remedy = "`reset_state=True` of `optax.lookahead` and `sam` makes draws wrong."
         _check.fail("update", "state", rule, got, remedy)
-    read = entries(params)
     rounding = ROUNDING * max((float(jnp.finfo(x.dtype).eps) for x in read), default=0.0)
     arrived, step = _in_one(read, state.start), _in_one(moved, state.start)
     # On several devices fewer numbers are read.
@@ -103,28 +102,27 @@ def look(
     )
 
 
-def entries(tree: Tree) -> list[jax.Array]:
+def entries(tree: Tree, places: Tree) -> list[jax.Array]:
     """Read all numbers of small leaves, then those on a grid of each other leaf.
 
     A leaf on several devices needs a sum that crosses them: one number of the smallest is read.
     """
-    if isinstance(tree, _joined.Joined):
-        return [tree.joined, *entries(tree.apart)]
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
-    small = _joined.small(leaves)
-    order = sorted(range(len(leaves)), key=lambda i: not small[i])
+    leaves, small = jax.tree.leaves(tree), [x.is_small for x in jax.tree.leaves(places)]
+    order = sorted((i for i, x in enumerate(leaves) if x.size), key=lambda i: not small[i])
     shared = [i for i in order if _tree.is_shared(leaves[i])]
     few = sorted(shared, key=lambda i: leaves[i].size)[:MOST_SHARED]
-    return [
-        _first(leaves[i]) if i in few else _on_grid(leaves[i])
-        for i in order
-        if i in few or i not in shared
-    ]
+
+    def read(i: int) -> jax.Array:
+        if i in few:
+            return _first(leaves[i])
+        return leaves[i].ravel() if small[i] else _on_grid(leaves[i])
+
+    return [read(i) for i in order if i in few or i not in shared]
 
 
 def _first(leaf: jax.Array) -> jax.Array:
     """Read the first number by a masked sum."""
-    is_first = _tree.places_of(jnp.zeros((), jnp.uint32), leaf) == 0
+    is_first = _places.numbers(jnp.zeros((), jnp.uint32), leaf) == 0
     return jnp.sum(jnp.where(is_first, leaf, 0))[None]
 
 
@@ -139,7 +137,7 @@ def _on_grid(leaf: jax.Array) -> jax.Array:
 def _grid(shape: tuple[int, ...]) -> list[tuple[int, int]]:
     """Number and distance of the places that are read along each axis, beginning with the first."""
     grid, size = [(1, 1)] * len(shape), math.prod(shape)
-    if size <= _joined.LARGEST:
+    if size <= _places.LARGEST:
         return [(number, 1) for number in shape]
     room = MOST_READ
     for done, axis in enumerate(sorted(range(len(shape)), key=lambda axis: shape[axis])):
