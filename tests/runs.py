@@ -2,6 +2,7 @@
 
 import os
 import signal
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,41 @@ class Reused:
                 yield self.memory
 
 
+class Shuffled:
+    """Batches of some rows, in another order in each pass unless `order` gives that of one."""
+
+    def __init__(self, data, size: int, order: Any = None):
+        self.data, self.size, self.random = data, size, np.random.default_rng(0)
+        number = len(jax.tree.leaves(data)[0])
+        self.order = order or (lambda: self.random.permutation(number))
+
+    def __iter__(self):
+        order = self.order()
+        for first in range(0, len(order), self.size):
+            rows = order[first : first + self.size]
+            yield jax.tree.map(lambda x, rows=rows: np.asarray(x)[rows], self.data)
+
+
+class Tensor:
+    """What `np.asarray` converts: a data frame, or a tensor with a dtype of its own."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, "float"
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.array, dtype)
+
+    def __getitem__(self, rows):
+        return Tensor(self.array[rows])
+
+
+def posterior(x, y) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and covariance of the weights of a linear regression with unit noise and prior."""
+    x, y = np.asarray(x, float), np.asarray(y, float)
+    covariance = np.linalg.inv(x.T @ x + np.eye(x.shape[1]))
+    return covariance @ x.T @ y, covariance
+
+
 def own_batches(count: int = 7) -> list[Any]:
     """A batch for each chain, along a leading axis."""
     x, y = (np.stack(part) for part in zip(*regression(count * CHAINS), strict=True))
@@ -63,11 +99,6 @@ def quiet(step_size: Any = 0.02, **arguments):
     """A sampler without noise."""
     arguments = {"decoherence_length": None, "num_data": NUM_DATA, **arguments}
     return optax_smile.smile(step_size, **arguments)
-
-
-def noisy(step_size: Any = 0.02, **arguments):
-    """A sampler with a random number for each step."""
-    return quiet(step_size, decoherence_length=0.1, key=5, **arguments)
 
 
 def sghmc():
@@ -156,13 +187,15 @@ def begin(directory: Any = None, loss=mean_loss, params=None, sampler=None, **ar
     return optax_smile.Run(*what, directory=directory, **given)
 
 
-def run_early(num_draws: int, /, *given, **arguments):
-    """A run that ends early, with so many draws."""
-    ended, stopped = f"ended early with {num_draws} of ", f"was stopped .* and {num_draws} draw"
-    with pytest.warns(UserWarning, match=f"^`sample` ({ended}|{stopped})"):
-        got = run(*given, **arguments)
-    assert got.num_draws == num_draws
-    return got
+def train(directory: Any = None, loss=mean_loss, batches=None, optimizer=None, **arguments) -> Any:
+    """Train two members."""
+
+    def init(key):
+        return {"w": jax.random.normal(key, (2,)), "b": jnp.zeros(())}
+
+    given = {"num_members": 2, "num_epochs": 2, "key": 0, "progress": False, **arguments}
+    what: Any = loss, init, batches or regression(), optimizer or optax.adam(0.1)
+    return optax_smile.warmstart(*what, directory=directory, **given)
 
 
 def refused(message: str, function, *given, **arguments):
@@ -175,6 +208,14 @@ def warned(message: str, function, *given, **arguments):
     """Call, and require a warning that says so."""
     with pytest.warns(UserWarning, match=message):
         return function(*given, **arguments)
+
+
+def said(function, *given, **arguments) -> list[str]:
+    """Call, and return what all warnings say."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        function(*given, **arguments)
+    return [str(each.message) for each in seen]
 
 
 def nightly(*case):

@@ -1,4 +1,4 @@
-"""Starts far from the mode, gradients that are absurd, and what a chain says of itself."""
+"""Starts far from the mode, gradients of zero, and what a chain says of itself."""
 
 from typing import Any
 
@@ -24,12 +24,10 @@ DEVIATION = np.sqrt(np.diag(np.linalg.inv(PRECISION)))
 
 # Start, factors and offsets of the gradients; the last two of the first 50, which are zero.
 ONE, ZERO, CALL = np.ones(NUM_GRADIENTS), np.zeros(NUM_GRADIENTS), np.arange(NUM_GRADIENTS)
-ABSURD = (0, 1e6), (1, 1e15), (1000, 1e6), (1000, 1e15)
 TINY = (0.0, 1e-40)
 RUNS: dict[Any, Any] = {
     "from zeros": (np.zeros(5), ONE, ZERO),
     "undisturbed": (MEAN, ONE, ZERO),
-    **{(at, factor): (MEAN, np.where(CALL == at, factor, 1), ZERO) for at, factor in ABSURD},
     **{tiny: (MEAN, 1.0 * (CALL >= 50), tiny * (CALL < 50)) for tiny in TINY},
 }
 
@@ -99,35 +97,20 @@ def test_a_chain_that_has_arrived_is_silent():
     assert told[:, :, 20:].mean(axis=(1, 2)).max() < 0.02
 
 
-def assert_like_undisturbed(told, run, after, before):
-    """Paths of 2,000 calls, and step sizes 200 calls later, are those without disturbance.
-
-    By then the windows, which a disturbance of the first calls delays, have shown the width.
-    """
-    (_, stats, lengths), (_, clean, expected) = told[run], told["undisturbed"]
-    ratio = stats.step_size[:, after + 200] / clean.step_size[:, before + 200]
-    path = np.sum(lengths[:, after : after + 2000], axis=1)
-    path = path / np.sum(expected[:, before : before + 2000], axis=1)
-    for one in (ratio, path):
-        assert 1 / 1.5 < np.median(one) < 1.5, run
-
-
-def test_absurd_gradients_are_forgotten(told):
-    for at, factor in ABSURD:
-        assert_like_undisturbed(told, (at, factor), at + 201, at + 201)
-        _, stats, _ = told[at, factor]
-        if at:
-            counted = stats.num_outlying[:, at] - stats.num_outlying[:, at - 1]
-            assert np.all(counted + stats.num_nonfinite[:, at] >= 1)
-
-
 def test_gradients_of_zero_do_not_throw_the_chain_out(told):
-    """The run is that without them, fifty calls later."""
+    """The run is that without them, fifty calls later. Absurd ones: `faults/test_injections.py`.
+
+    Step sizes are compared after the windows, which zeros delay, have shown the width.
+    """
+    _, clean, expected = told["undisturbed"]
     for tiny in TINY:
-        draws, stats, _ = told[tiny]
+        draws, stats, lengths = told[tiny]
         assert np.abs((np.asarray(draws, float) - MEAN) / DEVIATION).max() < 8
         assert np.all(stats.num_outlying[:, 49] == 50)
-        assert_like_undisturbed(told, tiny, 250, 200)
+        ratio = stats.step_size[:, 450] / clean.step_size[:, 400]
+        path = lengths[:, 250:2250].sum(axis=1) / expected[:, 200:2200].sum(axis=1)
+        for one in (ratio, path):
+            assert 1 / 1.5 < np.median(one) < 1.5, tiny
 
 
 @pytest.mark.nightly

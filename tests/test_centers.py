@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import warnings
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from numpyro.diagnostics import effective_sample_size
-from runs import assert_same_bits, refused
+from runs import Shuffled, assert_same_bits, posterior, refused
 
 import optax_smile
 
@@ -23,23 +22,11 @@ SAMPLER = optax_smile.sgld(2e-5, num_data=NUM_DATA, key=0)
 ADAPTIVE = optax_smile.psmile(num_data=NUM_DATA, key=0)
 
 
-class Batches:
-    """Passes over rows; `order` gives those of a pass."""
-
-    def __init__(self, order=None, size=BATCH, data=(X, Y)):
-        self.order, self.size, self.data = order or self.shuffled, size, data
-        self.random = np.random.default_rng(0)
-
-    def shuffled(self):
-        return self.random.permutation(NUM_DATA)
-
-    def __iter__(self):
-        rows = self.order()
-        for first in range(0, len(rows), self.size):
-            yield jax.tree.map(lambda x, i=first: x[rows[i : i + self.size]], self.data)
+def shuffled(size=BATCH, **given):
+    return Shuffled((X, Y), size, **given)
 
 
-WHOLE, SHUFFLED = [(X, Y)], [*Batches()]
+WHOLE, SHUFFLED = [(X, Y)], [*shuffled()]
 
 
 def linear(w, batch):
@@ -58,14 +45,8 @@ def start() -> Any:
 def draw(loss: Any = linear, sampler=SAMPLER, control: Any = WHOLE, batches: Any = None, **others):
     given: dict[str, Any] = dict(num_warmup=300, num_draws=40, thin=5, key=1, progress=False)
     given |= {"steps_per_dispatch": 20, "control_variate": control} | others
-    batches = batches or Batches()
+    batches = batches or shuffled()
     return optax_smile.sample(loss, given.pop("params", start()), batches, sampler, **given)
-
-
-def exact():
-    x, y = X.astype(float), Y.astype(float)
-    covariance = np.linalg.inv(x.T @ x + np.eye(SIZE))
-    return covariance @ x.T @ y, np.linalg.cholesky(covariance)
 
 
 def with_average(w, batch, *, aux):
@@ -86,7 +67,8 @@ SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in FORMS if form != 
 @pytest.mark.parametrize("form", ["plain", *SLOW])
 def test_posterior_and_effective_draws(form):
     """The exact posterior, also with what goes with a loss."""
-    mean, root = exact()
+    mean, covariance = posterior(X, Y)
+    root = np.linalg.cholesky(covariance)
     draws = draw(sampler=ADAPTIVE, num_warmup=2_000, num_draws=500, thin=4, **FORMS[form])
     w = draws.params
     if form == "aux":
@@ -114,7 +96,7 @@ def test_gradients_are_those_of_all_data():
         others |= {"params": data.mean(0) + start() / 10}
         return draw(loss, sampler, num_warmup=60, thin=1, **others)
 
-    reduced = run(batches=Batches(data=data), control=[data[:999], data[999:]])
+    reduced = run(batches=Shuffled(data, BATCH), control=[data[:999], data[999:]])
     assert np.all(reduced.trace["noise_left"][:, -40:] < 1e-9)
     gap = reduced.params.astype(float) - data.astype(float).mean(0)
     # As without noise of gradients: (1 - step) gap + sqrt(2 step / N) z, z of the same key.
@@ -183,8 +165,7 @@ def test_a_batch_that_is_not_finite_ends_no_run():
     """Its own steps are rejected, as without a control variate."""
     spoilt = [*SHUFFLED]
     spoilt[7] = (spoilt[7][0], np.full_like(spoilt[7][1], np.nan))
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning) as seen:
         draws = draw(batches=spoilt, control=spoilt, num_warmup=600)
     assert any("loss of all data is not finite at a draw" in str(x.message) for x in seen)
     assert (draws.trace["num_reduced"] == 0).all() and np.isfinite(draws.params).all()
@@ -196,18 +177,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         r"=...\)` must be a pass over all data, `num_data` = 3000 rows, got 2950 rows\. Pass each",
         {"control": [(X[50:], Y[50:])]},
     ),
-    "endless": ("got more than 3000 rows", {"control": Batches(lambda: np.arange(9_999) % 3_000)}),
-    "an iterator": ("must be an iterable of batches, no iterator", {"control": iter([(X, Y)])}),
+    "endless": ("got more than 3000 rows", {"control": 4 * SHUFFLED}),
     "drawn with replacement": (
         "got other examples than in the pass before",
-        {"control": Batches(lambda: RNG.integers(0, NUM_DATA, NUM_DATA))},
+        {"control": shuffled(order=lambda: RNG.integers(0, NUM_DATA, NUM_DATA))},
     ),
     "other data": ("must be the data of `batches`, got data whose mean", {"control": [SHIFTED]}),
     "another form": ("got a batch that does not fit", {"control": [(X[:, :2], Y)]}),
-    "not a batch": ("got a batch without examples", {"control": [(X[:0], Y[:0])]}),
     "an optimizer": ("a sampler with a number `num_data`", {"sampler": optax.sgd(1e-3)}),
-    "single examples": ("batches of 2 to 2999 examples, .*one of 1", {"batches": Batches(size=1)}),
-    "all data": ("batches of 2 to 2999 examples, .*one of 3000", {"batches": WHOLE}),
+    "single examples": ("batches of 2 to 2999 examples, .*one of 1", {"batches": shuffled(1)}),
     "statistics of the batch": (
         r"`sample\(loss_fn=...\)` must be the mean of numbers of single examples",
         {"loss": lambda w, b: linear(w, (b[0] - b[0].mean(0, keepdims=True), b[1]))},
@@ -231,7 +209,7 @@ def test_select_gives_it_to_samplers(sampler):
     given |= {"likelihood": "gaussian", "control_variate": WHOLE, "progress": False}
     candidates = {"only": sampler}
     found = optax_smile.select(
-        linear, start(), Batches(), candidates, apply_fn, validation, **given
+        linear, start(), shuffled(), candidates, apply_fn, validation, **given
     )
     trace = found.draws.trace
     is_used = "num_reduced" in trace and trace["num_reduced"].max() > 0

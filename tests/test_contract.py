@@ -261,8 +261,6 @@ def test_a_given_step_size_is_the_step_size(no_jit, case="sghmc"):
         state = optax.tree.set(tx.init(PARAMS), step_size_factor=jnp.float32(factor))
         size = stats(tx.update(PARAMS, state, PARAMS, value=1.0)[1]).step_size
         assert size == 0.5 * factor and size.dtype == jnp.float32
-    with pytest.raises(ValueError, match=r"`psmile\(tuner=...\)` must be None"):
-        optax_smile.psmile(0.5, num_data=9, tuner=optax_smile.angle_tuner(), key=0)
     # By `inject_hyperparams`, from a schedule of the calls, and under jit as an argument.
     tx = injected(case, step_size=lambda count: 0.5**count)
     state = tx.init(PARAMS)

@@ -151,21 +151,13 @@ def test_wrong_arguments(folder):
 @REAL
 @pytest.mark.nightly
 def test_real_images_tables_and_texts():
-    splits = data.fashion_mnist()
-    assert [len(part[0]) for part in splits[:3]] == [54_000, 6_000, 10_000]
-    standard = data.standardize(splits.train[0][::10], "fashion_mnist")
+    """Those that no example reads in its own nightly test."""
+    standard = data.standardize(data.fashion_mnist().train[0][::10], "fashion_mnist")
     assert abs(np.mean(standard)) < 0.02 and abs(np.std(standard) - 1) < 0.02
     assert data.cifar100_test()[0].shape == (2_000, 32, 32, 3)
-    splits = data.cifar10(num_train=9_001)
-    assert [len(part[0]) for part in splits[:3]] == [9_001, 2_000, 10_000] and are_disjoint(splits)
-    assert [len(part[0]) for part in data.imagenette(pixels=32)[:3]] == [3_600, 400, 1_000]
-    for name in (name for name in tables.FILES if name != "protein"):
-        splits = data.uci(name)
-        sizes = np.array([len(part[0]) for part in splits[:3]])
-        assert np.allclose(sizes / sum(sizes), (0.7, 0.1, 0.2), atol=0.005)
-        assert all(np.isfinite(array).all() for part in splits[:3] for array in part)
-    for name in ("modern_shakespeare", "tiny_shakespeare"):
-        assert len(data.shakespeare(name).classes) == 65
+    assert len(data.shakespeare("tiny_shakespeare").classes) == 65
+    for name in tables.FILES.keys() - {"protein"}:
+        assert all(np.isfinite(array).all() for part in data.uci(name)[:3] for array in part)
 
 
 def test_prepared_images(folder, monkeypatch):
@@ -215,16 +207,12 @@ def test_missing_data_say_how_to_get_them(folder, monkeypatch, is_set):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     if not is_set:
         monkeypatch.delenv("OPTAX_SMILE_DATA")
-    files = {"mnist": "mnist/train-images-idx3-ubyte.gz", "imagenette": "imagenette/train_64.npz"}
-    files |= {"cifar10": "cifar10/train_1.npz", "cifar100_test": "ood/cifar100_test_2000.npz"}
-    for name, file in files.items():
+    for name in ("mnist", "imagenette", "cifar10", "cifar100_test"):
         with pytest.raises(FileNotFoundError) as caught:
             getattr(data, name)()
         text, stem = str(caught.value), name.removesuffix("_test")
-        assert f"No data for {stem}" in text and file in text
-        assert ("OPTAX_SMILE_DATA" in text) and ("is not set" in text) != is_set
-        assert f"`tfds build {stem}" in text and "--file_format=array_record`" in text
-        assert "pip install tensorflow" in text and str(folder.parent / "prepared") in text
+        assert f"No data for {stem}" in text and f"`tfds build {stem}" in text
+        assert ("is not set" in text) != is_set and str(folder.parent / "prepared") in text
     # Prepared, but TensorFlow Datasets is not installed.
     monkeypatch.setattr(sources, "_version", lambda path: "3.0.1")
     with pytest.raises(ImportError, match=r"mnist is prepared in .*'optax-smile\[data\]'"):

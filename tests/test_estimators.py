@@ -1,7 +1,6 @@
 """Estimators of scikit-learn: units, labels, what it wants of parameters, and its own checks."""
 
 import functools
-import sys
 from typing import Any
 
 import numpy as np
@@ -9,13 +8,9 @@ import pytest
 from runs import refused, stub
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
-from sklearn.model_selection import GridSearchCV
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import PolynomialFeatures
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import optax_smile
-from optax_smile import interop
 from optax_smile.interop import estimators
 
 # The same bits from a fixture and from a slow test.
@@ -122,22 +117,6 @@ def test_constant_features_and_targets_have_no_unit():
     np.testing.assert_allclose(*found, rtol=1e-3)
 
 
-@pytest.mark.nightly
-def test_a_linear_network_finds_the_least_squares_and_the_noise():
-    """60 targets: within a few hundredths of the closed form, and the noise within its error."""
-    network = {
-        "init": lambda key, x: {"w": np.zeros((x.shape[1], 1), np.float32)},
-        "apply": lambda params, x: x @ params["w"],
-    }
-    given = {"num_epochs": 300, "num_warmup": 300, "num_draws": 50, "thin": 10} | network
-    regressor = short_regressor(sampler=optax_smile.psmile, **given).fit(X, TARGETS)
-    mean, std = regressor.predict(X, return_std=True)
-    columns = np.column_stack([X, np.ones(60)])
-    exact = columns @ np.linalg.lstsq(columns, TARGETS)[0]
-    assert np.abs(mean - exact).max() < 0.15
-    assert std.mean() == pytest.approx(np.std(TARGETS - exact), rel=0.25)
-
-
 @pytest.mark.parametrize("kind", ["regressor", pytest.param("classifier", marks=pytest.mark.slow)])
 def test_a_weight_counts_as_rows(kind):
     """At the mode, where almost all of a cold posterior is: its place depends on loss and prior."""
@@ -172,7 +151,6 @@ def test_parameters_and_clones(classifier):
 
 # What is changed in a call of `fit`, and the message.
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"num_chains": 0}, r"`fit\(num_chains=...\)` must be an integer >= 1, got 0\."),
     *(({"widths": x}, r"widths=...\)` must be a sequence of integers") for x in (8, ["8"], [0])),
     ({"y": LABELS[:1].repeat(60)}, r"`fit\(y=...\)` must be labels of at least two classes"),
     ({"sampler": stub()}, r"sampler=...\)` must be a function of .* a GradientTransformationExtra"),
@@ -189,26 +167,6 @@ def test_what_does_not_fit_is_refused_before_the_training():
         given = {name: changes.get(name, value) for name, value in data.items()}
         others = {name: value for name, value in changes.items() if name not in data}
         refused(rule, short_classifier(**others).fit, X, **given)
-
-
-def test_a_pipeline_in_a_grid_search():
-    pipeline = make_pipeline(PolynomialFeatures(2, include_bias=False), short_regressor())
-    grid = {"bayesianregressor__prior_precision": [0.1]}
-    # The same program for the only candidate and for the best.
-    search = GridSearchCV(pipeline, grid, cv=[(np.arange(60), np.arange(60))])
-    search.fit(X, X[:, 0] ** 2)
-    best = search.best_estimator_
-    assert best[-1].prior_precision == POSTERIORS[-1]["prior_precision"] == 0.1
-    assert best.predict(X).shape == (60,) and best.n_features_in_ == 2
-    assert np.isfinite(search.cv_results_["mean_test_score"]).all()
-
-
-def test_without_scikit_learn(monkeypatch):
-    monkeypatch.delitem(sys.modules, "optax_smile.interop.estimators")
-    monkeypatch.delattr(interop, "estimators")
-    monkeypatch.setitem(sys.modules, "sklearn.base", None)
-    with pytest.raises(ImportError, match=r"needs scikit-learn: pip install 'optax-smile\["):
-        _ = interop.estimators
 
 
 @pytest.mark.nightly

@@ -5,6 +5,10 @@ import pathlib
 import subprocess
 import sys
 import types
+from typing import Any
+
+import numpy as np
+import pytest
 
 import optax_smile
 
@@ -157,6 +161,24 @@ def test_import_loads_no_optional_dependency():
         "flax matplotlib tqdm sklearn orbax safetensors arviz arviz_stats equinox tensorflow grain"
     )
     assert not loaded & {*optional.split(), "numpyro"}
+
+
+EXTRAS: dict[str, tuple[str, Any]] = {
+    "plots": ("matplotlib.pyplot", lambda: optax_smile.plots.chain_paths(np.ones((1, 1, 4)))),
+    "eval": ("sklearn.metrics", lambda: optax_smile.metrics.auroc(np.eye(2), [0, 1])),
+    "sklearn": ("optax_smile.interop.estimators", lambda: optax_smile.interop.estimators),
+    "numpyro": ("optax_smile.interop.numpyro_model", lambda: optax_smile.interop.from_numpyro),
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_a_missing_package_is_named_by_the_extra_that_has_it(extra, monkeypatch):
+    """That of stored draws is in `test_snapshots.py`."""
+    module, use = EXTRAS[extra]
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delattr(module, raising=False)
+    with pytest.raises(ImportError, match=rf"needs .*pip install 'optax-smile\[{extra}\]'"):
+        use()
 
 
 def test_public_names_are_what_dir_shows():

@@ -1,4 +1,7 @@
-"""Models of NumPyro: the density, the draws against NUTS, and models that cannot be sampled so."""
+"""Models of NumPyro: the density, sites of draws, and models that cannot be sampled so.
+
+`docs/recipes/numpyro.md` asserts that draws are those of known posteriors.
+"""
 
 import functools
 import warnings
@@ -13,9 +16,8 @@ import numpyro.distributions
 import pytest
 from flax import linen as nn
 from numpyro.contrib.module import random_flax_module
-from numpyro.infer import MCMC, NUTS
 from numpyro.infer.util import potential_energy
-from runs import refused
+from runs import Shuffled, refused
 
 import optax_smile
 from optax_smile.interop import from_numpyro
@@ -71,17 +73,6 @@ DATA = MODELS["hierarchical"][1]
 
 def rows(data, index):
     return tuple(x[index] for x in data)
-
-
-class Shuffled:
-    """Another order in each pass."""
-
-    def __init__(self, data, size):
-        self.data, self.size, self.random = data, size, np.random.default_rng(0)
-
-    def __iter__(self):
-        order = self.random.permutation(len(self.data[0]))
-        yield from (rows(self.data, x) for x in order.reshape(-1, self.size))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -321,43 +312,3 @@ def test_a_model_is_sampled():
     assert bridge.constrain(draws).params["effect"].shape == (2, 10, 8)
     rule = r"NumpyroModel.sample\(batches=.*400 rows, got 360"
     refused(rule, bridge.sample, batches[1:], **few)
-
-
-@pytest.mark.slow
-def test_a_posterior_that_is_about_normal_is_found_with_a_control_variate():
-    x: Any = np.float32(np.random.default_rng(1).normal(size=(4_000, 3)))
-    y: Any = np.float32(x.sum(1) + np.random.default_rng(2).normal(size=4_000))
-
-    def regression(x, y):
-        w: Any = sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-        noise = sample("noise", dist.HalfNormal(1))
-        observe(dist.Normal(x @ w, noise), y, size=4_000)
-
-    bridge = from_numpyro(regression, (x[:100], y[:100]), num_data=4_000)
-    few: dict[str, Any] = {"num_warmup": 1_000, "num_draws": 300, "key": 0, "progress": False}
-    sites = bridge.constrain(bridge.sample(Shuffled((x, y), 100), **few)).params
-    found, *_ = np.linalg.lstsq(x, y, rcond=None)
-    mean, deviation = (of((0, 1)) * np.sqrt(4_000) for of in (sites["w"].mean, sites["w"].std))
-    np.testing.assert_allclose(mean, found * np.sqrt(4_000), atol=0.2)
-    np.testing.assert_allclose(deviation, 1, atol=0.2)
-    np.testing.assert_allclose(sites["noise"].mean(), np.std(y - x @ found), rtol=2e-3)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", MODELS)
-def test_draws_agree_with_nuts(name):
-    model, data = MODELS[name]
-    steps: dict[str, Any] = {"num_warmup": 1_000, "num_samples": 4_000, "num_chains": 4}
-    mcmc = MCMC(NUTS(model), **steps, chain_method="vectorized", progress_bar=False)
-    mcmc.run(jax.random.key(0), *data)
-    bridge = from_numpyro(model, rows(data, slice(0, 100)), num_data=NUM_DATA)
-    steps = {"num_warmup": 5_000, "num_draws": 4_000, "thin": 25, "key": 0}
-    draws = bridge.sample(Shuffled(data, 100), progress=False, **steps)
-    draws = bridge.constrain(draws)
-    for site, expected in mcmc.get_samples().items():
-        expected = np.asarray(expected, float)
-        found = draws.params[site].reshape(-1, *expected.shape[1:])
-        offset = (found.mean(0) - expected.mean(0)) / expected.std(0)
-        ratio = found.std(0) / expected.std(0)
-        assert (np.abs(offset) < 0.1).all(), site
-        assert (np.abs(ratio - 1) < 0.1).all(), site

@@ -111,6 +111,8 @@ def test_a_function_has_no_precision_and_gives_a_finite_scalar():
         ValueError, match=r"prior_precision=.* 0 together with `log_prior`, got 1\.0"
     ):
         make("psmile", log_prior=gaussian)
+    for zero in 0, 0.0, np.float32(0), np.int64(0), jnp.zeros(()):
+        make("psmile", log_prior=gaussian, prior_precision=zero)
     for wrong in (lambda params: params["layer"]["b"], lambda params: params["none"], lambda _: 1):
         with pytest.raises(ValueError, match=r"log_prior=.*that returns a scalar"):
             make("psmile", log_prior=wrong, prior_precision=0).init(PARAMS)

@@ -20,7 +20,7 @@ RNG = np.random.default_rng(0)
 PARAMS = {k: np.array(x * RNG.standard_normal(y), "float32") for k, (x, y) in LEAVES.items()}
 # A value that makes any step an outlier.
 HUGE = 1e7
-NAN, INF = np.nan, np.inf
+NAN = np.nan
 CALLS_PER_STEP = {"leapfrog": 1, "minimal_norm": 2}
 # One sampler for each way back: of a single drift with a scale, and of two drifts.
 SCALED, ANCHORED = ("psmile", "leapfrog"), ("smile", "minimal_norm")
@@ -50,56 +50,6 @@ def at(tree, index):
 def add(params, updates):
     """As optax.apply_updates, without a compilation."""
     return jax.tree.map(lambda x, dx: np.asarray(x) + np.asarray(dx), params, updates)
-
-
-NUM_CALLS = 40
-# A leaf of the gradient, where in it and what, or the value.
-POISONS = [("tiny", (1,), NAN, None), ("large", (0,), INF, None), ("one", (), -INF, None)]
-POISONS += [("small", (0, 1), 1e25, None), ("tiny", (1,), NAN, -INF)]
-POISONS += [("one", (), 0, value) for value in (NAN, INF)]
-# Before and after the averages have settled, at step ends and in the middle of a step.
-CASES = [(poison, call) for poison in POISONS for call in (0, 1, 2, 3, 4, 5, 12, 30, 31)]
-
-
-def test_a_number_that_is_not_finite_leaves_the_chain_sound():
-    """Every kind at every one of the calls, each in a chain of its own."""
-    grads, values = jax.tree.map(
-        lambda x: np.repeat(x[None], len(CASES), 0), draw_inputs(11, NUM_CALLS)
-    )
-    for index, ((leaf, place, bad, value), when) in enumerate(CASES):
-        grads[leaf][(index, when, *place)] = bad
-        if value is not None:
-            values[index, when] = value
-    tx, _ = build(*ANCHORED)
-
-    def call(carry, given):
-        (params, state), (g, value) = carry, given
-        updates, after = tx.update(g, state, params, value=value)
-        moved = optax.apply_updates(params, updates)
-        return (moved, after), (params, moved, after, optax_smile.stats(after))
-
-    run = jax.jit(jax.vmap(lambda *x: jax.lax.scan(call, (PARAMS, tx.init(PARAMS)), x)[1]))
-    judged, moved, states, told = jax.tree.map(np.asarray, run(grads, values))
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((moved, states)))
-    for index, (_, bad) in enumerate(CASES):
-        stats = at(told, index)
-        np.testing.assert_array_equal(stats.num_nonfinite, np.arange(NUM_CALLS) >= bad)
-        np.testing.assert_array_equal(stats.num_gradients, np.arange(NUM_CALLS) + 1)
-        assert not stats.accepted[bad] and np.isnan(stats.energy_change[bad])
-        # Nothing of that call stays in the averages.
-        for name in ("energy_mean", "energy_std", "change_share", "descent", "num_outlying"):
-            seen = getattr(stats, name)
-            before = seen[bad - 1] if bad else seen[0]
-            np.testing.assert_allclose(seen[bad], before, rtol=1e-6)
-        # The parameters are where the open step began, and the chain goes on from there. A step
-        # opens at first, after a rejected call, and where another ends.
-        before = range(bad)
-        opens = [c == 0 or not stats.accepted[c - 1] or stats.step_end[c] for c in before]
-        start = max((c for c in before if opens[c] and stats.accepted[c]), default=0)
-        of_chain = at(judged, index), at(moved, index)
-        assert ulps(at(of_chain[1], bad), at(of_chain[0], start), at(of_chain[0], bad)) <= 2
-        assert np.linalg.norm(flat(at(of_chain[1], -1)) - flat(at(of_chain[1], bad))) > 0.5
-        assert np.mean(stats.accepted[bad + 1 :]) > 0.5
 
 
 @pytest.mark.parametrize("integrator", CALLS_PER_STEP)
@@ -196,39 +146,19 @@ def test_rejected_steps_are_taken_back_to_two_ulp(case, is_fused):
 @pytest.mark.filterwarnings("ignore")
 def test_a_value_at_one_end_only_gives_no_energy():
     """Of a step of two gradients; what is passed in between makes no difference."""
-    tx, update = build(*ANCHORED)
-    (grads, own), params, state = draw_inputs(15, 84), PARAMS, tx.init(PARAMS)
-
-    def call(index, value):
-        value = None if value is None else np.float32(value)
-        updates, after = update(at(grads, index), state, params, value=value)
-        return add(params, updates), after, see(after)
-
-    # Until the averages have settled and the next call ends a step.
-    for index in range(60):
-        params, state, last = call(index, own[index])
-    assert last.accepted
-    if last.step_end:
-        params, state, last = call(60, own[60])
-    # No step is open after a rejected one.
-    values = 0.0, None, None, HUGE, HUGE, None, 0.1, HUGE, 0.2, 0.1
-    with_energy, accepted = (0, 4, 7, 9), (0, 1, 2, 3, 4, 5, 6, 8, 9)
-    for index, value in enumerate(values):
-        has_energy, kept = index in with_energy, index in accepted
-        before = see(state)
-        params, state, stats = call(61 + 2 * index, value)
-        assert int(stats.energy_level) == (value is not None)
-        assert np.isfinite(stats.energy_change) == has_energy, index
-        assert bool(stats.accepted) == kept, index
-        # Only a known energy enters the averages.
-        assert (stats.energy_mean != before.energy_mean) == has_energy
-        if kept:
-            middle = [None, 0.0, HUGE][index % 3]
-            params, state, inside = call(62 + 2 * index, middle)
-            assert not inside.step_end and inside.accepted and np.isnan(inside.energy_change)
-            assert int(inside.energy_level) == (middle is not None)
-            assert inside.energy_mean == stats.energy_mean
-    assert int(see(state).num_nonfinite) == 0
+    (tx, update), (grads, _) = build(*ANCHORED), draw_inputs(15, 18)
+    params, state, before, stats = PARAMS, tx.init(PARAMS), None, see(tx.init(PARAMS))
+    for index, value in enumerate((0.0, 0.1, None, 0.2, 0.1, None, None, 0.3, 0.2)):
+        for place, given in enumerate((value, (None, 0.0, HUGE)[index % 3])):
+            mean, given = stats.energy_mean, None if given is None else np.float32(given)
+            updates, state = update(at(grads, 2 * index + place), state, params, value=given)
+            params, stats = add(params, updates), see(state)
+            assert stats.accepted and stats.energy_level == (given is not None)
+            has_energy = place == 0 and before is not None and value is not None
+            assert (abs(stats.energy_change) < 1e3) == has_energy
+            # Only a known energy enters the averages.
+            assert (stats.energy_mean != mean) == has_energy
+        before = value
 
 
 def second_step(gradients, lengths, size=8) -> Any:

@@ -145,7 +145,6 @@ def test_what_does_not_fit_is_named(run, draws, tmp_path):
     unknown = predict(draws, targets=None)
     of_all: dict[str, Any] = {"name": "test", "prediction": predict(draws), "directory": run}
     for rule, given in {
-        r"name=...\)` must be a letter or digit and at most 99": {"name": "../test"},
         r"scores\['LPPD'\]=...\)` must be a number": {"scores": {"LPPD": "high"}},
         r"prediction=...\)` must be made with": {"prediction": unknown, "targets": LABELS},
         r"directory=...\)` must be a directory": {"directory": tmp_path},

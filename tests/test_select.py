@@ -117,22 +117,12 @@ def test_the_best_is_chosen_and_runs_as_in_sample(selection):
     assert (~np.isnan(selection.lppd)).tolist() == running
 
 
-def test_the_table_has_all_names(selection):
-    table, notes = str(selection).split("\n\n")
-    head, *rows = (line.split() for line in table.splitlines())
-    assert head == "steps candidate LPPD projected below best error".split()
-    assert rows[0][:2] == ["0", "start"] and rows[-1][:2] == ["270", "noisy"]
-    assert [row[0] for row in rows if row[0].isdigit()] == ["0", "18", "36", "72", "144", "270"]
-    below = [float(row[-2]) for row in rows[1:4]]
-    assert len(rows) == 1 + 4 + 3 + 1 + 1 + 1 and below[0] == 0 and below == sorted(below)
-    assert rows[4] == ["bad", "-inf", "-inf", "inf", "-"]
-    assert notes.splitlines() == [
-        "Chosen: noisy. The others used 0.33 times its gradients.",
-        "-inf: chains or predictions became non-finite.",
-    ]
-    assert "No better than the start" in str(selection._replace(start_lppd=0.0))
+def test_a_text_has_every_round_and_a_selection_no_better_than_its_start_warns(selection):
+    rows = [line.split() for line in str(selection).splitlines()]
+    assert ["bad", "-inf", "-inf", "inf", "-"] in rows and ["Chosen:", "noisy."] == rows[-2][:2]
+    assert [x[0] for x in rows if x and x[0].isdigit()] == ["0", "18", "36", "72", "144", "270"]
     with pytest.warns(UserWarning, match=r"^`select`: .*'away' predict no better than the start"):
-        find({"away": optax.sgd(-1e-4)}, **SHORT)
+        assert "No better than the start" in str(find({"away": optax.sgd(-1e-4)}, **SHORT))
 
 
 def test_an_optimizer_may_be_alone_or_the_best(tmp_path):
@@ -225,10 +215,6 @@ def test_the_directory_of_another_selection_is_refused(tmp_path):
     # The run of somebody else is not taken for what a round has found.
     rounds.unlink()
     refuse(".* with a run of 60 steps")
-    rounds.unlink()
-    rounds.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=f"The file {rounds} is damaged .*symbolic link"):
-        find(candidates, directory=tmp_path, **SHORT)
 
 
 @pytest.mark.slow
@@ -409,8 +395,6 @@ def test_what_does_not_fit_is_refused_before_the_first_step():
     refuse(r"candidates=...\)` must be a dict of at least one sampler or optimizer by name", {})
     fine = {"a": sgld(1e-3)}
     refuse(r"candidates\['a'\]=...\)` must be", {"a": None})
-    refuse(r"batches=...\)` must be .*can be repeated", fine, batches=iter([TRAIN]))
-    refuse(r"validation=...\)` must be a pair of inputs", fine, validation=(VALID[0], None))
     refuse(r"apply_fn=...\)` must be", fine, likelihood="categorical")
     refuse(r"params=...\)` must be", fine, params=START.at[1, 0].set(jnp.nan))
     # After the first round.

@@ -111,31 +111,27 @@ class Network(nnx.Module):
         return self.layers[1](self.norm(self.layers[0](x)))
 
 
-@pytest.mark.parametrize("has_aux", [False, True])
-def test_a_state_of_flax_nnx_comes_back_as_from_memory(has_aux, tmp_path):
-    """Also next to an auxiliary state, whose variables stay as they are."""
+def test_a_state_of_flax_nnx_comes_back_as_from_memory(tmp_path):
+    """Next to an auxiliary state, whose variables stay as they are."""
     parts = [nnx.split(Network(nnx.Rngs(i)), nnx.Param, nnx.BatchStat) for i in range(CHAINS)]
     graph, first, statistics = parts[0]
     _, *stacked = (jax.tree.map(lambda *x: jnp.stack(x), *x) for x in zip(*parts, strict=True))
     params, aux = stacked
-    batches, like = [np.ones((4, 2), np.float32)], first
+    batches, like = [np.ones((4, 2), np.float32)], {"params": first, "aux": statistics}
 
-    def loss_fn(params, batch, aux=statistics):
+    def loss_fn(params, batch, aux):
         model = nnx.merge(graph, params, aux, copy=True)
-        loss = jnp.mean((model(batch) - 1) ** 2)
-        return (loss, nnx.state(model, nnx.BatchStat)) if has_aux else loss
+        return jnp.mean((model(batch) - 1) ** 2), nnx.state(model, nnx.BatchStat)
 
     given: dict[str, Any] = {"num_warmup": 2, "num_draws": DRAWS, "key": 0, "progress": False}
-    if has_aux:
-        given["aux"], like = aux, {"params": first, "aux": statistics}
+    given["aux"] = aux
     memory = optax_smile.sample(loss_fn, params, batches, stub(), **given)
     optax_smile.sample(loss_fn, params, batches, stub(), directory=tmp_path, **given)
     for tree in (like, jax.eval_shape(lambda: like), memory[0]):
         disk = optax_smile.load_snapshots(tmp_path, like=tree)
         assert_same(disk.params, memory.params)
         assert_same(disk[4], memory[4])
-    draw = disk[4] if has_aux else {"params": disk[4], "aux": statistics}
-    assert nnx.merge(graph, draw["params"], draw["aux"])(batches[0]).shape == (4, 1)
+    assert nnx.merge(graph, disk[4]["params"], disk[4]["aux"])(batches[0]).shape == (4, 1)
     other = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     refused(r"`load_snapshots\(like=", optax_smile.load_snapshots, tmp_path, like=other)
 
@@ -230,23 +226,15 @@ def test_a_draw_without_the_files_of_some_chains_is_none(copied, blocks, is_whol
     assert optax_smile.load_snapshots(copied).num_draws == DRAWS - 1 + is_whole
 
 
-def hostile(kind: str, path: Path, victim: Path):
-    """Put a link, a pipe or another device in the place of a file."""
-    path.unlink(missing_ok=True)
-    if kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.symlink_to("/dev/zero" if kind == "zero" else victim)
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe", "zero"])
-def test_links_and_devices_in_a_directory_are_refused(runs, tmp_path, kind):
+@pytest.mark.parametrize("is_pipe", [False, True])
+def test_links_and_pipes_in_a_directory_are_refused(runs, tmp_path, is_pipe):
     (tmp_path / "file").write_text("mine")
     patterns = ".lock-0", "manifest.json", "checkpoint-0000000012.*", "draw-00000001.*"
     names = [next(runs.disk.directory.glob(pattern)).name for pattern in patterns]
     for number, name in enumerate(names):
         directory = shutil.copytree(runs.disk.directory, tmp_path / str(number))
-        hostile(kind, directory / name, tmp_path / "file")
+        (path := directory / name).unlink(missing_ok=True)
+        os.mkfifo(path) if is_pipe else path.symlink_to(tmp_path / "file")
         before = sorted(directory.rglob("*"))
         refused(rf"directory=...\)` must be .*{name}|point .*{name}", draw, directory)
         assert sorted(directory.rglob("*")) == before
@@ -278,13 +266,10 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     monkeypatch.chdir(tmp_path)
-    for home in ("~/run", Path("~/other")):
-        draw(home, num_draws=1)
-        assert optax_smile.load_snapshots(home).num_draws == 1
+    draw("~/run", num_draws=1)
+    assert optax_smile.load_snapshots("~/run").num_draws == 1 and (tmp_path / "home/run").exists()
     rule = r"directory=...\)` must be a path, got '~nobody"
     refused(rule, optax_smile.load_snapshots, "~nobody-of-this-name/run")
-    assert sorted(x.name for x in (tmp_path / "home").iterdir()) == ["other", "run"]
-    assert [x.name for x in tmp_path.iterdir()] == ["home"]
 
 
 SCRIPT = """

@@ -5,6 +5,7 @@ the file. Other values without a word are silent differences; any other tracebac
 """
 
 import collections
+import functools
 import json
 import shutil
 import zlib
@@ -126,14 +127,7 @@ def test_another_manifest_is_named(copied):
             refused(form + message, function, copied)
 
 
-def train(directory=None, **given) -> Any:
-    def init(key):
-        return {"w": jax.random.normal(key, (2,)), "b": jnp.zeros(())}
-
-    given = {"num_members": 2, "num_epochs": 2, "key": 0, "progress": False, **given}
-    given = {"optimizer": optax.adam(0.1), "batches": runs.regression(), **given}
-    given = {"validation": runs.regression()[0], **given}
-    return optax_smile.warmstart(runs.mean_loss, init, directory=directory, **given)
+train = functools.partial(runs.train, validation=runs.regression()[0])
 
 
 def test_checkpoints_of_other_states_are_refused(copied, tmp_path):
