@@ -175,6 +175,13 @@ SHORT = {"step_size": changed([0], LAST, 2e-4), "mean": changed([0], LAST, 9)}
 CLOSE = {"params": changed([0], ANY, lambda x: x[0] / 100), "mean": changed([0], ANY, RISES)}
 FALLS = {"on_its_way": changed([1], LATE, True), "start_loss": changed([1], ANY, 2.5), **FIXED}
 FALLS |= {"loss": changed([1], ANY, lambda x: x[1] + 2 * np.exp(-COUNT / 40))}
+# In nats of energy: by 150 and by 5, where d = 100.
+KNOWN = {"settings": {"num_data": 1000}, "num_parameters": np.full((4, NUM_DRAWS), 100)}
+KNOWN |= {"temperature": np.ones((4, NUM_DRAWS))}
+SINKS, RESTS = (
+    {**KNOWN, "loss": changed([1], ANY, lambda x, by=by: x[1] - by * COUNT / NUM_DRAWS)}
+    for by in (0.3, 0.01)
+)
 DRIFTS = {"mean": shifted([2], RISES * WIDTH)}
 OFTEN = {"num_rejected": changed([0], ANY, COUNT), **FIXED}
 GROWS = {"step_size": changed([1], ANY, np.geomspace(0.01, 0.04, NUM_DRAWS)), **QUANTILE}
@@ -202,6 +209,7 @@ SICK: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
     "frozen, by its step size": (SHORT, (0,), r"is 0.02 times the first .*below 0.1\)"),
     "frozen, by its draws": (CLOSE, (0,), r"draws are 0\.0\d+ times as far apart"),
     "still on its way": (FALLS, (1,), r"at 61% of the later records \(flagged above 50%\)"),
+    "still on its way, by its losses": (SINKS, (1,), r"the loss fell \d.* times .* above 1\)"),
     "not settled": (DRIFTS, (2,), r"quarters .* 2\.\d\d .*above 1.3"),
     "slow": (SLOW, ALL, r"\d\d% to \d\d% of the R-hats within .* above 1.1"),
     "different modes": (MODES, ALL, r"at \d\d% or more .*: \[0, 1, 2\] and \[3\]"),
@@ -229,6 +237,7 @@ TREND = {"params": 0.01 * WALK + 0.2 * RISES, **AROUND_ONE}
 NEAR: dict[str, tuple[dict[str, Any], set[tuple[str, tuple[int, ...]]]]] = {
     # The loss at the start is that of one batch.
     "a loss of 60 in a tenth": ({"loss": changed(ALL, slice(None, None, 10), 60.0)}, set()),
+    "a loss that hardly falls": (RESTS, set()),
     "a few inputs": ({"density": shifted([1], -60.0 * (np.arange(NUM_INPUTS) == 7))}, set()),
     # Single draws fail badly at a few inputs each, which their averages do not. On UCI energy the
     # best chain was called diverged for the mean over its draws.
