@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _trace, _tracked, _tree
+from optax_smile import _check, _paths, _sums, _trace, _tracked, _tree
 from optax_smile._types import Tree, by_identity
 
 # Format of the states of all samplers. A state of another format cannot be continued.
@@ -41,7 +41,7 @@ class LastUpdate(NamedTuple):
         has_energy: whether `energy_change` is known.
         last_temperature: of the posterior. A field `temperature` would clash with the one that
             `optax.inject_hyperparams` adds to the state.
-        fingerprint: `_tree.fingerprint` of the gradient that the loop passed; zeros if the call was
+        fingerprint: `_sums.fingerprint` of the gradient that the loop passed; zeros if the call was
             rejected.
     """
 
@@ -101,7 +101,7 @@ def no_update(dtype: jnp.dtype, temperature: float | jax.Array) -> LastUpdate:
         below_resolution=jnp.zeros((), bool),
         last_temperature=jnp.asarray(temperature, dtype),
         num_gradients=jnp.zeros((), jnp.int32),
-        fingerprint=jnp.zeros(_tree.FINGERPRINT, dtype),
+        fingerprint=jnp.zeros(_sums.FINGERPRINT, dtype),
     )
 
 
@@ -214,7 +214,7 @@ class SamplerState(Protocol):
         ...
 
     def last_received(self) -> tuple[optax.Updates, jax.Array] | None:
-        """Sampled leaves, and `_tree.fingerprint` of their last gradient; None if not kept."""
+        """Sampled leaves, and `_sums.fingerprint` of their last gradient; None if not kept."""
         ...
 
 
@@ -230,7 +230,7 @@ def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
     rule = f"{kind} with exactly one optax_smile sampler"
     if _check.TRANSFORMATION.holds(state):
         _check.fail(where, argument, rule, "the transformation", advice)
-    states, chains = _samplers(_tree.without_variables(state))
+    states, chains = _samplers(_paths.without_variables(state))
     if not states:
         _check.fail(where, argument, rule, missing, advice)
     if len(states) > 1:
@@ -254,8 +254,8 @@ def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
 def check_place(where: str, argument: str, state: Tree, params: Tree = None):
     """Require a sampler that sees leaves of `params` as they are, while the other leaves rest."""
     sampled = getattr(find(state, where, argument), "like_params", None)
-    params, sampled = map(_tree.without_variables, (params, sampled))
-    if params is not None and _tree.leaves_like(sampled, params) is None:
+    params, sampled = map(_paths.without_variables, (params, sampled))
+    if params is not None and _paths.leaves_like(sampled, params) is None:
         rule, got = "one that gets the leaves of `params` as they are", "one in `optax.flatten`"
         _check.fail(where, argument, rule, got, "Leave out `optax.flatten`.")
 
@@ -266,7 +266,7 @@ def check_place(where: str, argument: str, state: Tree, params: Tree = None):
     def is_hidden(node: object) -> bool:
         return isinstance(node, optax.MaskedNode)
 
-    nodes = jax.tree.leaves(_tree.without_variables(state), is_leaf=is_wrapper)
+    nodes = jax.tree.leaves(_paths.without_variables(state), is_leaf=is_wrapper)
     masked = [node for node in nodes if isinstance(node, optax.MaskedState)]
     hidden = [*filter(is_hidden, jax.tree.leaves(sampled, is_leaf=is_hidden))]
     if hidden and len(masked) == 1 and samplers(masked[0]):
@@ -310,7 +310,7 @@ def _samplers(state: Tree) -> tuple[list[Tree], list[tuple[Tree, ...]]]:
 
 def samplers(state: Tree) -> list[SamplerState]:
     """Return the sampler states inside a larger state."""
-    return _samplers(_tree.without_variables(state))[0]
+    return _samplers(_paths.without_variables(state))[0]
 
 
 @_check.own_flags
@@ -392,7 +392,7 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
     if axes := jnp.shape(last.num_gradients):
         rule, remedy = "that of a single chain", "Use `jax.vmap(optax_smile.last_accepted)`."
         _check.fail("last_accepted", "state", rule, f"one with the leading axes {axes}", remedy)
-    params, bare = map(_tree.without_variables, (params, state))
+    params, bare = map(_paths.without_variables, (params, state))
     own = _tracked.params_of(bare)
     params = own if params is None else params
     if params is None:
@@ -401,13 +401,15 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
         _check.fail("last_accepted", "params", rule, "None", remedy)
     try:
         draw = sampler.last_accepted(params)
+    except _paths.Misfit as error:
+        _check.fail("last_accepted", "params", *error.args)
     except (ValueError, TypeError) as error:
         if isinstance(error, _check.ArgumentError):
             raise
         rule = "a tree like the one given to `init`"
         _check.fail("last_accepted", "params", rule, _check.show(params))
     # Only the leaves that the sampler moves; traced ones pass.
-    leaves = _tree.leaves_like(getattr(sampler, "like_params", None), params) or []
+    leaves = _paths.leaves_like(getattr(sampler, "like_params", None), params) or []
     known = [leaf for leaf in leaves if is_concrete(leaf)]
     if known and not _tree.all_finite(known):
         advice = (
@@ -415,7 +417,7 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
             " that are not: what else changes the parameters?"
         )
         _check.fail("last_accepted", "params", "finite", "nan or inf", advice)
-    tracked = _tree.leaves_like(getattr(sampler, "like_params", None), own) or []
+    tracked = _paths.leaves_like(getattr(sampler, "like_params", None), own) or []
     if tracked and len(known) == len(tracked) and all(map(is_concrete, tracked)):
         if not _tracked.are_alike(known, tracked):
             remedy = "Did the loop skip, scale or clip updates?"

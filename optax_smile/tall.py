@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
-from optax_smile import _check, _on_host, _settings, _tree, potential
+from optax_smile import _check, _check_trees, _on_host, _settings, potential
 from optax_smile._types import Batch, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _checks
@@ -314,7 +314,7 @@ class _AllData:
         sampler: optax.GradientTransformation,
     ):
         self.where, self.batches, self.num_passes = where, batches, 0
-        _tree.check_params(where, params, smallest=2)
+        _check_trees.check_params(where, params, smallest=2)
         params = jax.tree.map(jnp.asarray, params)
         given = _settings.given(sampler, params)
         if "num_data" not in given:

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import optax_smile
-from optax_smile import _places, _tree
+from optax_smile import _places, _sums
 
 # Traffic and temporary memory are those of optimized programs.
 OPTIMIZED = True
@@ -66,7 +66,7 @@ def test_sums_keep_their_digits(shape):
     """Added one after the other float32 loses one percent of ten million numbers."""
     rng = np.random.default_rng(0)
     x, y = (np.asarray(1 + rng.standard_normal(shape, np.float32)) for _ in range(2))
-    got = jax.jit(lambda x, y: _tree.sums([{"a": x * x, "b": y}, {"a": x * y, "b": x}]))(x, y)
+    got = jax.jit(lambda x, y: _sums.sums([{"a": x * x, "b": y}, {"a": x * y, "b": x}]))(x, y)
     x, y = np.asarray(x, float), np.asarray(y, float)
     expected = [np.sum(x * x) + np.sum(y), np.sum(x * y) + np.sum(x)]
     np.testing.assert_allclose(got, expected, rtol=3e-6)
@@ -90,8 +90,8 @@ def test_sketch_estimates_the_square_of_a_change(shape):
     @jax.jit
     def estimate(start, change):
         moved = jax.tree.map(jnp.add, start, change)
-        (first, second) = (_tree.sums_and_sketch([x], x, _places.of(x))[1] for x in (start, moved))
-        return _tree.distance_square(first, second)
+        (first, second) = (_sums.sums_and_sketch([x], x, _places.of(x))[1] for x in (start, moved))
+        return _sums.distance_square(first, second)
 
     errors = []
     for _ in range(8):

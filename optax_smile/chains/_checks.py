@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _on_host, _reuse, _table, _tree, parallel
+from optax_smile import _check, _noise, _on_host, _paths, _reuse, _sums, _table, _tree, parallel
 from optax_smile._types import Batch, Options, Tree
 from optax_smile._warn import warn
 from optax_smile.diagnostics.findings import Check, chooser
@@ -654,7 +654,7 @@ def no_gradients(number: int, aux: Tree) -> Gradients:
         **dict.fromkeys(counters, jnp.zeros(number, jnp.int32)),
         num_lost=lost,
         starts_finite=jnp.ones(number, bool),
-        pending=jnp.zeros((number, _tree.FINGERPRINT), jnp.float32),
+        pending=jnp.zeros((number, _sums.FINGERPRINT), jnp.float32),
         shorter_ratios=ends,
         shorter_norms=ends,
         changed_ratio=jnp.full(number, jnp.nan, jnp.float32),
@@ -713,8 +713,8 @@ def record_gradient(
     """
     sampled, last = None, state.last_received()
     if last is not None:
-        sampled = _tree.leaves_like(last[0], grads)
-    mark = _tree.fingerprint(grads if sampled is None else sampled).astype(past.pending.dtype)
+        sampled = _paths.leaves_like(last[0], grads)
+    mark = _sums.fingerprint(grads if sampled is None else sampled).astype(past.pending.dtype)
     is_finite = jnp.isfinite(mark[0]) & jnp.isfinite(value)
     past = past._replace(
         num_calls=_tree.count(past.num_calls),
@@ -904,7 +904,7 @@ def _moments(
     """
     traces, squares = [], []
     for pair in jax.random.split(jax.random.key(SEED), NUM_PAIRS):
-        y, z = (_tree.normal_like(key, params) for key in jax.random.split(pair))
+        y, z = (_noise.normal_like(key, params) for key in jax.random.split(pair))
         both = [jax.tree.map(combine, y, z) for combine in (jnp.add, jnp.subtract)]
         plus, minus = (_along(direction, losses, batch, params, start) for direction in both)
         traces.append((plus + minus) / 4)
@@ -915,7 +915,7 @@ def _moments(
 
 def curvature(losses: ChainLosses, batch: Batch, params: Tree, start: np.ndarray) -> float:
     """Estimate the trace of the Hessian of the mean loss, from one random direction per chain."""
-    noise = _tree.normal_like(jax.random.key(SEED), params)
+    noise = _noise.normal_like(jax.random.key(SEED), params)
     with np.errstate(all="ignore"):
         trace = float(np.median(_along(noise, losses, batch, params, start)))
     return max(trace, 0.0) if np.isfinite(trace) else 0.0

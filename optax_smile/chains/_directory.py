@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from optax_smile import _check, _disk, _on_host, _tree
+from optax_smile import _check, _disk, _on_host, _paths
 from optax_smile._disk import Json
 from optax_smile._types import Options, Tree
 from optax_smile._version import __version__
@@ -268,7 +268,7 @@ def named(tree: Tree) -> dict[str, jax.Array]:
         return jax.random.key_data(leaf) if is_key else leaf
 
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {_tree.name(map(_tree.entry, path), "."): raw(leaf) for path, leaf in leaves}
+    return {_paths.name(map(_paths.entry, path), "."): raw(leaf) for path, leaf in leaves}
 
 
 @contextlib.contextmanager

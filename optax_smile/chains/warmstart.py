@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _on_host, _reuse, _settings, _tree, parallel
+from optax_smile import _check, _check_trees, _noise, _on_host, _reuse, _settings, _tree, parallel
 from optax_smile._bar import Bar
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile._warn import warn
@@ -397,7 +397,7 @@ def chains_from_weights(
         _check.fail(where, "weights", WEIGHTS.text, got)
     _check.Tree(WEIGHTS.text, finite=True)(where, "weights", weights)
     for tree in weights[1:]:
-        _tree.check_alike(where, "weights", tree, weights[0], "the first tree")
+        _check_trees.check_alike(where, "weights", tree, weights[0], "the first tree")
     for leaf in jax.tree.leaves(weights[0]):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             _check.fail(where, "weights", "floating-point parameters", jnp.result_type(leaf))
@@ -423,4 +423,4 @@ def chains_from_weights(
 
         return jax.tree.map(disturb_leaf, chain, sizes, noise)
 
-    return jax.vmap(disturb)(chains, _tree.normal_like(drawn, chains))
+    return jax.vmap(disturb)(chains, _noise.normal_like(drawn, chains))

@@ -391,10 +391,10 @@ def _fall_of_loss(run: Run) -> np.ndarray:
     num_data, half = run.settings.get("num_data"), losses.shape[1] // 2
     if not isinstance(num_data, (int, float)) or run.num_draws < LEAST_DRAWS_JUDGED:
         return np.full(len(losses), np.nan)
-    energy = losses * num_data / run.trace["temperature"]
-    noise = np.square(np.diff(energy)).mean(axis=1) / half
-    fall = energy[:, :half].mean(axis=1) - energy[:, half:].mean(axis=1)
-    return fall / np.sqrt(size / 2 + FAR_NOISE**2 * noise)
+    noise = np.square(np.diff(losses)).mean(axis=1) / half
+    own = size / 2 * (run.trace["temperature"][:, -1] / num_data) ** 2
+    fall = losses[:, :half].mean(axis=1) - losses[:, half:].mean(axis=1)
+    return fall / np.sqrt(own + FAR_NOISE**2 * noise)
 
 
 def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Finding]:

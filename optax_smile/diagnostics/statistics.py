@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from optax_smile import _check, _settings, _trace, _tree
+from optax_smile import _check, _paths, _settings, _trace
 from optax_smile.draws._checks import PREDICTION, log_density_of
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
@@ -112,7 +112,7 @@ def with_groups(
         arviz: Any = importlib.import_module("arviz")
     leaves = jax.tree_util.tree_leaves_with_path(snapshots.params)
     # A `DataTree` uses "/" for groups.
-    named = [(_tree.name(map(_tree.entry, path), ".") or "params", x) for path, x in leaves]
+    named = [(_paths.name(map(_paths.entry, path), ".") or "params", x) for path, x in leaves]
     groups = {"posterior": _variables(named)}
     if stats := _trace.of_draws(snapshots.trace, snapshots.num_draws):
         renamed = {"energy_change": "energy_error"}

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from optax_smile import _check, _disk, _on_host, _tree
+from optax_smile import _check, _disk, _on_host, _paths
 from optax_smile._disk import Json
 from optax_smile._types import Tree
 from optax_smile._version import __version__
@@ -52,9 +52,9 @@ def leaves_of(params: Tree, axes: int = 1) -> list[Leaf]:
     """Describe the leaves of parameters; `axes` counts the axes before those of one chain."""
     leaves = []
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-        path = [_tree.entry(key) for key in keys]
+        path = [_paths.entry(key) for key in keys]
         # A bare array has no path, and safetensors reserves one name.
-        name = _tree.name(path) if path else "params"
+        name = _paths.name(path) if path else "params"
         name = "~" + name if name == "__metadata__" else name
         shape, dtype = np.shape(leaf)[axes:], str(getattr(leaf, "dtype", type(leaf)))
         leaves.append(Leaf(name, path, list(shape), dtype))

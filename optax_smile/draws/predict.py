@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from optax_smile import _check, _tree, parallel
+from optax_smile import _check, _check_trees, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.draws import _checks
@@ -192,7 +192,7 @@ class Predictor:
             self._first = jax.eval_shape(lambda x: x, params)
             self._require_fit(self._first)
         first = f"the first one (this is {self._name(self.count)})"
-        _tree.check_alike("Predictor.update", "params", params, self._first, first)
+        _check_trees.check_alike("Predictor.update", "params", params, self._first, first)
         # Copy snapshots that have to wait: the caller may modify or donate their arrays.
         self._waiting.append(params if self._rows == 1 else jax.tree.map(np.array, params))
         self.count += 1

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optax_smile import _check, _disk, _settings, _table, _trace, _tree
+from optax_smile import _check, _check_trees, _disk, _paths, _settings, _table, _trace
 from optax_smile._disk import Json
 from optax_smile._types import Tree
 from optax_smile.draws import _checks, _format
@@ -86,7 +86,7 @@ class Snapshots:
     ):
         if start is not None:
             first = jax.eval_shape(lambda: jax.tree.map(lambda x: x[:, 0], params))
-            _tree.check_alike("Snapshots", "start", start, first, "a draw of `params`")
+            _check_trees.check_alike("Snapshots", "start", start, first, "a draw of `params`")
         self.params, self.trace, self.settings, self.start = params, dict(trace), settings, start
         self.num_chains, self.num_draws = jax.tree.leaves(params)[0].shape[:2]
         self._leaves = _format.leaves_of(params, axes=2)
@@ -432,7 +432,7 @@ def load_snapshots(
     structure = None
     if like is not None:
         # `sample` takes variables of Flax nnx out of the parameters, and leaves those of `aux`.
-        bare = _tree.without_variables(like)
+        bare = _paths.without_variables(like)
         if isinstance(like, dict) and "aux" in like:
             bare = bare | {"aux": like["aux"]}
         stored = [(leaf["name"], leaf["shape"]) for leaf in manifest["leaves"]]
@@ -457,7 +457,7 @@ def _stacked(where: str, argument: str, trees: Tree, num_chains: int | None) -> 
         _check.Tree(keys=False, traced=False)(where, at, tree)
         # Copy: the loop may reuse the arrays.
         rows.append(jax.tree.map(np.array, tree))
-        _tree.check_alike(where, at, rows[-1], rows[0], f"{argument}[0]")
+        _check_trees.check_alike(where, at, rows[-1], rows[0], f"{argument}[0]")
     axes = {x.shape[:1] for row in rows[:1] for x in jax.tree.leaves(row)}
     if not axes:
         _check.fail(where, argument, "at least one tree of arrays", "none")

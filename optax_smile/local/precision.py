@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _tree
+from optax_smile import _check, _check_trees, _noise, _tree
 from optax_smile._bar import Bar
 from optax_smile._table import aligned
 from optax_smile._types import Batch, Tree, by_identity
@@ -187,7 +187,7 @@ def local_precision(
         True
     """
     where, typed = "local_precision", cast(jax.Array, key)
-    _tree.check_params(where, params, smallest=2)
+    _check_trees.check_params(where, params, smallest=2)
     # The keys of their samplers differ.
     chains = jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], num_chains, axis=0), params)
     mapped = jax.jit(jax.vmap(loss_fn, in_axes=(0, None)))
@@ -276,7 +276,7 @@ def _width(
     allowed: float,
 ) -> float:
     """Find the standard deviation of isotropic noise that has the allowed excess."""
-    noise, leaves = _tree.normal_like(key, chains), jax.tree.leaves(chains)
+    noise, leaves = _noise.normal_like(key, chains), jax.tree.leaves(chains)
     square = sum(np.sum(np.asarray(x, float) ** 2) for x in leaves)
     size = float(np.sqrt(square / sum(x.size for x in leaves))) or 1.0
     width = FIRST_WIDTH * size

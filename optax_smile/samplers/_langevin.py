@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _tree, potential
+from optax_smile import _check, _noise, _paths, _sums, _tree, potential
 from optax_smile._types import Options, Tree
 from optax_smile.samplers import _transformation
 from optax_smile.samplers._chain import ChainState
@@ -97,7 +97,7 @@ class LangevinState(NamedTuple):
 
     def last_accepted(self, params: optax.Params) -> Tree:
         """Start of the open step."""
-        return _tree.map_sampled(lambda move, x: x - move, self.displacement, params)
+        return _paths.map_sampled(lambda move, x: x - move, self.displacement, params)
 
 
 def euler_step(call: Move, amplitude: jax.Array) -> optax.Updates:
@@ -143,7 +143,7 @@ class Langevin(Dynamics):
         gradient = potential.gradient(call.posterior, call.updates, params)
         passed = call.updates if call.passed is None else call.passed
         read = [jax.tree.map(jnp.square, tree) for tree in (gradient, params, passed)]
-        square, params_square, *mark = _tree.sums([*read, _tree.signed(passed, call.places)])
+        square, params_square, *mark = _sums.sums([*read, _sums.signed(passed, call.places)])
         given = square if call.value is None else jnp.stack([square, call.value])
         length, last_length = self.step_size(state.num_steps), before.step_length
         is_finite = jnp.all(jnp.isfinite(given)) & jnp.greater_equal(length, 0)
@@ -162,7 +162,7 @@ class Langevin(Dynamics):
                 step_size=length,
                 step_ratio=jnp.where(moved, length / jnp.where(moved, last_length, 1), 0),
                 num_steps=state.num_steps,
-                noise=_tree.normal_like(noise_key, params),
+                noise=_noise.normal_like(noise_key, params),
             ),
         )
 
@@ -187,7 +187,7 @@ class Langevin(Dynamics):
                 call.posterior.temperature,
                 call.value,
                 reject,
-                _tree.fingerprint_of(*mark),
+                _sums.fingerprint_of(*mark),
                 step_end=step_end,
                 is_draw=jnp.where(step_end & ~reject, is_draw, last.is_draw),
                 below_resolution=_tree.inner(displacement, displacement) < resolution**2,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _tree, _xla, potential
+from optax_smile import _check, _noise, _tree, _xla, potential
 from optax_smile._types import Options, Tree
 from optax_smile._warn import warn
 from optax_smile.samplers import _transformation
@@ -160,7 +160,7 @@ class Microcanonical(Dynamics):
         before, scaling = state.dynamics.momentum, state.dynamics.preconditioner
         posterior, updates, passed, params, _, _, places = call
         key, noise_key = self.split(state.key)
-        noise = None if noise_key is None else _tree.isotropic_like(noise_key, params, places)
+        noise = None if noise_key is None else _noise.isotropic_like(noise_key, params, places)
         gradient = potential.gradient(posterior, updates, params)
         inverse_scale, u = scale.inverse_of(scaling), before.direction
         whitened = scale.whiten(scaling, gradient)
@@ -175,7 +175,7 @@ class Microcanonical(Dynamics):
         if deviation is not None:
             pairs["deviation_square"] = deviation, deviation
         if noise is not None:
-            if not _tree.has_signs(noise):
+            if not _noise.has_signs(noise):
                 pairs["noise_square"] = noise, noise
             pairs |= {"noise_dot_direction": (noise, u), "noise_dot_whitened": (noise, whitened)}
         terms = {name: jax.tree.map(jnp.multiply, *pair) for name, pair in pairs.items()}
@@ -184,7 +184,7 @@ class Microcanonical(Dynamics):
         added = potential.prior_terms(posterior, params, back)
         terms["prior_change"] = jax.tree.map(jnp.negative, added)
         sums, sketch, fingerprint = evidence.measure(terms, updates, passed, whitened, places)
-        if noise is not None and _tree.has_signs(noise):
+        if noise is not None and _noise.has_signs(noise):
             square = jnp.full_like(sums.noise_square, _tree.size(noise))
             sums = sums._replace(noise_square=square)
         if isinstance(inverse_scale, _tree.Matrix):

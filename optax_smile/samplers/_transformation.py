@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _joined, _places, _settings, _tree, potential
+from optax_smile import _check, _check_trees, _joined, _places, _settings, _tree, potential
 from optax_smile._packed import State, pack
 from optax_smile._types import Options, StepSize, Tree, Unchecked
 from optax_smile.potential import PerParameter, Potential
@@ -140,7 +140,7 @@ def _update(dynamics: Dynamics, run: Callable) -> Callable:
         **others: Unchecked,
     ) -> tuple[optax.Updates, State]:
         if params is None:
-            raise ValueError(_tree.MISSING_PARAMS)
+            raise ValueError(_check_trees.MISSING_PARAMS)
         value = mean_loss(where, value, loss, others)
         kind = str(getattr(reject, "dtype", type(reject).__name__))
         if reject is not None and (kind != "bool" or np.shape(reject)):
@@ -345,7 +345,7 @@ def candidates(where: str, params: Unchecked) -> Tree:
         got = f"{_check.show(leaf)} at {jax.tree_util.keystr(path) or 'the only leaf'}"
         advice = "Convert Python numbers by `jnp.asarray`." if isinstance(leaf, float) else ""
         _check.fail(where, "params", rule, got, advice)
-    _tree.check_params(where, floating, smallest=2)
+    _check_trees.check_params(where, floating, smallest=2)
     _check.Tree(finite=True)(where, "params", floating)
     return floating
 
@@ -369,9 +369,9 @@ def select(
 
     sampled = only(updates, known)
     params = only(params, sampled)
-    _tree.check_params(where, params, smallest=2)
-    _tree.check_alike(where, "params", params, only(known, sampled), OF_INIT)
-    _tree.check_gradients(where, sampled, params, "params")
+    _check_trees.check_params(where, params, smallest=2)
+    _check_trees.check_alike(where, "params", params, only(known, sampled), OF_INIT)
+    _check_trees.check_gradients(where, sampled, params, "params")
     return sampled, params
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import jax.scipy.special
 import optax
 
-from optax_smile import _tree, potential
+from optax_smile import _sums, _tree, potential
 from optax_smile._types import Tree
 
 # Averages of the gradients cover this share of all calls, so they settle as a chain goes on, but no
@@ -73,10 +73,10 @@ def measure(
     Returns also a sketch of the whitened gradient, and the fingerprint of the gradient that the
     loop passed (see `_tree`).
     """
-    marks = [_tree.signed(updates if passed is None else passed, places)]
+    marks = [_sums.signed(updates if passed is None else passed, places)]
     if passed is not None:
         marks.append(jax.tree.map(jnp.square, passed))
-    numbers, sketch = _tree.sums_and_sketch([*terms.values(), *marks], whitened, places)
+    numbers, sketch = _sums.sums_and_sketch([*terms.values(), *marks], whitened, places)
     sums = Sums(*[jnp.zeros((), numbers[0].dtype)] * len(Sums._fields))
     sums = sums._replace(**dict(zip(terms, numbers, strict=False)))
     product, *square = numbers[len(terms) :]
@@ -309,7 +309,7 @@ class ChangeAverage(NamedTuple):
     """How much the whitened gradient changes from one step end to the next.
 
     Attributes:
-        sketch: of the gradient at the last step end, see `_tree.sums_and_sketch`.
+        sketch: of the gradient at the last step end, see `_sums.sums_and_sketch`.
         last_square: (|g| / (d - 1))^2 there, the square of an angle per unit length, scalar.
         is_comparable: whether the next step end can be compared with it: the call was accepted, and
             the scale has not changed since.
@@ -346,7 +346,7 @@ class ChangeAverage(NamedTuple):
             if it does not enter.
         """
         unit = end.turning_norm**2
-        square = _tree.distance_square(sketch, self.sketch) / 2 / unit
+        square = _sums.distance_square(sketch, self.sketch) / 2 / unit
         gradient_square = sums.whitened_square / unit
         # Smaller squares underflow: an average of 0 would give all changes the weight 0.
         is_evident = (square >= jnp.finfo(square.dtype).tiny) & jnp.isfinite(square)
@@ -431,7 +431,7 @@ def init(params: optax.Params) -> EvidenceState:
         energies=EnergyAverages(zero(), zero(), none()),
         turns=TurnAverage(zero(), none(), none()),
         changes=ChangeAverage(
-            _tree.empty_sketch(params), zero(), no(), zero(), zero(), zero(), none()
+            _sums.empty_sketch(params), zero(), no(), zero(), zero(), zero(), none()
         ),
         descent=DescentAverage(zero(), zero(), zero(), no()),
     )

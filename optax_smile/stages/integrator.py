@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _tree
+from optax_smile import _paths, _tree
 from optax_smile._types import Tree
 from optax_smile.stages.evidence import StepEnd, Sums, turn_rate
 
@@ -106,10 +106,10 @@ def step_start(state: MomentumState, params: optax.Params, inverse_scale: _tree.
     is_open = state.drift_index > 0
     if state.anchor is not None:
         began = state.anchor
-        return _tree.map_sampled(lambda x, at: jnp.where(is_open, x, at), began, params)
+        return _paths.map_sampled(lambda x, at: jnp.where(is_open, x, at), began, params)
     length = jnp.where(is_open, state.step_length, 0)
     drifted = Momentum.drift(state.direction, length, inverse_scale)
-    return _tree.map_sampled(lambda move, x: x - move, drifted, params)
+    return _paths.map_sampled(lambda move, x: x - move, drifted, params)
 
 
 @dataclass(frozen=True)

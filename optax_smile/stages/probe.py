@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType
 
-from optax_smile import _check, _places, _tree
+from optax_smile import _check, _places, _sums, _tree
 from optax_smile._types import Tree
 
 # Numbers of a large leaf that are read.
@@ -83,7 +83,7 @@ def look(
     off = jnp.abs(arrived - (state.start + step))
     off = jnp.where(jnp.isfinite(off), off, 0)
     off = jnp.where(off > rounding * jnp.maximum(jnp.abs(arrived), jnp.abs(state.start)), off, 0)
-    farthest, longest = _tree.reduce(jnp.maximum, (off, jnp.abs(step)), (0,))
+    farthest, longest = _sums.reduce(jnp.maximum, (off, jnp.abs(step)), (0,))
     # A short step may be the difference of two long ones.
     altered = compares & (farthest > rounding * longest)
     num_compared = jnp.minimum(state.num_compared + compares, WINDOW)
@@ -109,7 +109,7 @@ def entries(tree: Tree, places: Tree) -> list[jax.Array]:
     """
     leaves, small = jax.tree.leaves(tree), [x.is_small for x in jax.tree.leaves(places)]
     order = sorted((i for i, x in enumerate(leaves) if x.size), key=lambda i: not small[i])
-    shared = [i for i in order if _tree.is_shared(leaves[i])]
+    shared = [i for i in order if _sums.is_shared(leaves[i])]
     few = sorted(shared, key=lambda i: leaves[i].size)[:MOST_SHARED]
 
     def read(i: int) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _tree, _xla
+from optax_smile import _check, _check_trees, _tree, _xla
 from optax_smile._types import Tree
 from optax_smile.stages.evidence import GradientWeight
 
@@ -357,7 +357,7 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
     where, noise = "scale_by_gradient_noise", MeanSquare(differences=True)
 
     def init_fn(params: optax.Params) -> Tree:
-        _tree.check_params(f"{where}.init", params, smallest=1)
+        _check_trees.check_params(f"{where}.init", params, smallest=1)
         _check.Tree(finite=True)(f"{where}.init", "params", params)
         return noise.init(params)
 
@@ -369,7 +369,7 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
             rule = "the state that `init` or `update` returned"
             _check.fail(f"{where}.update", "state", rule, _check.show(state))
         known = state.mean_square
-        _tree.check_gradients(f"{where}.update", updates, known, "the one given to init")
+        _check_trees.check_gradients(f"{where}.update", updates, known, "the one given to init")
         square = _tree.inner(updates, updates)
         counts = jnp.isfinite(square) & (square >= jnp.finfo(square.dtype).tiny)
         finite = optax.tree.where(counts, updates, jax.tree.map(jnp.zeros_like, updates))

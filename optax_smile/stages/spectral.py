@@ -21,7 +21,7 @@ import optax
 from jax.sharding import AxisType
 from optax.contrib import MuonDimensionNumbers
 
-from optax_smile import _check, _tree
+from optax_smile import _check, _sums, _tree
 from optax_smile._types import Tree, Unchecked
 from optax_smile.stages.evidence import StepEnd, Sums
 from optax_smile.stages.integrator import Momentum, MomentumState
@@ -119,7 +119,7 @@ class Spectral(Momentum):
         momentum = jax.tree.map(kicked, state.conjugate, gradient)
         velocity = self.velocity(momentum)
         pairs = (momentum, velocity), (gradient, velocity)
-        norm, product = _tree.sums([jax.tree.map(jnp.multiply, *pair) for pair in pairs])
+        norm, product = _sums.sums([jax.tree.map(jnp.multiply, *pair) for pair in pairs])
         moving = norm > 0
         # The square of an angle per length, as |g|^2 / (d - 1)^2 for a Euclidean norm.
         bend = jnp.maximum(-product / rest - slope, 0) / jnp.where(time > 0, time, 1)

@@ -1,0 +1,64 @@
+"""What trees of parameters and gradients must be."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_smile import _check, _tree
+from optax_smile._types import Tree
+
+# The sampler keeps full-precision parameters: 1 + 1e-3 is 1 in bfloat16 and float16.
+PRECISIONS = (jnp.float32, jnp.float64)
+MISSING_PARAMS = (
+    "You are using a transformation that requires the current value of parameters, "
+    "but you are not passing `params` when calling `update`. Pass them, or use"
+    " `optax_smile.tracked(sampler)`, whose state holds them."
+)
+
+
+def check_params(where: str, params: Tree, smallest: int):
+    """Require a tree of float32 or float64 leaves with at least `smallest` parameters.
+
+    A node without leaves that is no container passes: Optax maps over a state with such a
+    placeholder.
+    """
+    containers = (Mapping, list, tuple, type(None))
+    if not isinstance(params, containers) and not jax.tree.leaves(params):
+        return
+    rule = "a tree of float32 or float64 arrays"
+    advice = (
+        "Keep the sampled parameters in float32 and cast inside the model. Exclude leaves that are"
+        " not sampled with optax.partition and optax.set_to_zero."
+    )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(leaf, "dtype") or leaf.dtype not in PRECISIONS:
+            got = getattr(leaf, "dtype", type(leaf).__name__)
+            at = jax.tree_util.keystr(path) or "the only leaf"
+            _check.fail(where, "params", rule, f"{got} at {at}", advice)
+    if (number := _tree.size(params)) < smallest:
+        _check.fail(where, "params", f"a tree of at least {smallest} parameters", number)
+
+
+def check_gradients(where: str, updates: Tree, params: Tree, name: str):
+    """Require gradients of these parameters, of whatever floating-point precision."""
+    check_alike(where, "updates", updates, params, name)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+        if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.floating):
+            got = f"{_check.show(leaf)} at {jax.tree_util.keystr(path) or 'the only leaf'}"
+            _check.fail(where, "updates", "a tree of floating-point gradients", got)
+
+
+def check_alike(where: str, argument: str, tree: Tree, expected: Tree, expected_name: str):
+    """Require the structure and the leaf shapes of `expected`."""
+    own, structure = jax.tree.structure(tree), jax.tree.structure(expected)
+    if own != structure:
+        rule = f"a tree of the structure of {expected_name}, {structure}"
+        _check.fail(where, argument, rule, own)
+    shapes = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, want), leaf in zip(shapes, jax.tree.leaves(tree), strict=True):
+        if np.shape(leaf) != np.shape(want):
+            at = jax.tree_util.keystr(path) or "the only leaf"
+            rule = f"of shape {np.shape(want)} at {at}, as {expected_name}"
+            _check.fail(where, argument, rule, np.shape(leaf))

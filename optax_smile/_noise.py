@@ -1,0 +1,64 @@
+"""Random trees like the parameters."""
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from optax_smile import _places, _tree
+from optax_smile._types import Tree
+
+# See `isotropic_like`: from this many parameters on, random signs are as good as normal numbers.
+SMALLEST_NETWORK = 500
+
+
+def normal_like(key: jax.Array, tree: Tree) -> Tree:
+    """Draw a standard normal tree of the shapes and precision of `tree`."""
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(key, len(leaves))
+
+    def draw(key: jax.Array, leaf: jax.Array) -> jax.Array:
+        sharding = jax.typeof(leaf).sharding
+        if any(sharding.spec) and not isinstance(leaf, jax.core.Tracer):
+            # Explicit axes outside `jit`, where JAX draws only on the device of the key.
+            return jax.device_put(jax.random.normal(key, leaf.shape, leaf.dtype), leaf.sharding)
+        spread = {"out_sharding": sharding} if any(sharding.spec) else {}
+        return jax.random.normal(key, leaf.shape, leaf.dtype, **spread)
+
+    return jax.tree.unflatten(structure, [draw(*pair) for pair in zip(keys, leaves, strict=True)])
+
+
+def isotropic_like(key: jax.Array, tree: Tree, places: Tree) -> Tree:
+    """Draw a tree of independent entries with mean 0 and variance 1.
+
+    Networks get random signs, which are computed from their place where they are used: normal
+    numbers would cost as much as the rest of a call. Trees of a few parameters get normal numbers,
+    since there the corners of a cube are not like a sphere.
+    """
+    if not has_signs(tree):
+        return normal_like(key, tree)
+    words = jax.random.key_data(key).reshape(-1)
+
+    def signs(leaf: jax.Array, place: _places.Place) -> jax.Array:
+        return _signs_like(place.through(leaf, words[0]), words[1], leaf)
+
+    return jax.tree.map(signs, tree, places)
+
+
+def has_signs(tree: Tree) -> bool:
+    """Whether `isotropic_like` draws signs, whose square is one."""
+    return _tree.size(tree) >= SMALLEST_NETWORK
+
+
+def _signs_like(bits: jax.Array, second: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Draw random signs by a hash of a random number and the numbers of the entries.
+
+    Source: Wellons 2018, "triple32", a mixing of 32 bits by three multiplications. With two
+    ("lowbias32") signs at some distances were correlated by .001.
+    """
+    bits = bits ^ second
+    bits = (bits ^ (bits >> 17)) * np.uint32(0xED5AD4BB)
+    bits = (bits ^ (bits >> 11)) * np.uint32(0xAC4C1B51)
+    bits = (bits ^ (bits >> 15)) * np.uint32(0x31848BAB)
+    one = jnp.ones((), leaf.dtype)
+    return jnp.where(bits >> 31 == 0, one, -one)
