@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_smile import _check, _on_host, _reuse
+from optax_smile import _check, _on_host
 from optax_smile._types import Batch, Tree
 
 __all__ = ["init", "over_chains", "place", "place_batch", "step"]
@@ -228,8 +228,7 @@ def init(
             transform_non_params=lambda _: _chain_sharding(mesh),
             is_leaf=_is_missing,
         )
-    compiled = functools.partial(jax.jit, out_shardings=own)
-    state = _reuse.Program(over_chains(sampler.init, mesh=mesh), compiled, mesh)(params)
+    state = jax.jit(over_chains(sampler.init, mesh=mesh), out_shardings=own)(params)
     if key is None and chains == 1:
         return state
     try:

@@ -119,6 +119,7 @@ def test_imports_go_in_one_direction():
 
 
 def test_only_the_potential_multiplies_by_num_data():
+    """And a finding compares losses of a trace with the energy of a chain."""
     operations = (ast.BinOp, ast.AugAssign, ast.UnaryOp)
     found = {
         module
@@ -128,7 +129,7 @@ def test_only_the_potential_multiplies_by_num_data():
         for node in ast.walk(operation)
         if "num_data" in (getattr(node, "id", None), getattr(node, "attr", None))
     }
-    assert found == {"optax_smile.potential"}
+    assert found == {"optax_smile.potential", "optax_smile.diagnostics.findings"}
 
 
 # Modules that are imported when they are asked for, since their classes are of another library.

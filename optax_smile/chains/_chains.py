@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _on_host, _reuse, _settings, parallel
+from optax_smile import _check, _on_host, _settings, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile.chains import _centers, _checks
 from optax_smile.diagnostics.findings import Check
@@ -91,9 +91,8 @@ class Chains:
         self.sampler, self.settings = sampler, _settings.of(sampler, self.like.params)
         self.tree = chains
 
-        def program(function: Callable[[Chain, Batch], Chain]) -> _reuse.Program:
-            of_all = {"carry": self._carry, "mesh": mesh, "per_chain": per_chain}
-            return _reuse.Program(function, functools.partial(parallel.step, **of_all), mesh)
+        def program(function: Callable[[Chain, Batch], Chain]) -> Callable[[Chain, Batch], Chain]:
+            return parallel.step(function, chains, mesh=mesh, per_chain=per_chain)
 
         # Without and, if there are centres, with a control variate.
         self.plan = _centers.Plan()

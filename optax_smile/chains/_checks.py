@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 from collections import Counter
@@ -15,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _noise, _on_host, _paths, _reuse, _sums, _table, _tree, parallel
+from optax_smile import _check, _noise, _on_host, _paths, _sums, _table, _tree, parallel
 from optax_smile._types import Batch, Options, Tree
 from optax_smile._warn import warn
 from optax_smile.diagnostics.findings import Check, chooser
@@ -177,8 +176,7 @@ class Losses:
         axes = 0, 0 if self.per_chain else None
         mapped = parallel.over_chains(of_chain, mesh=self.mesh, in_axes=axes)
         own = None if self.mesh is None else parallel._chain_sharding(self.mesh)
-        compiled = functools.partial(jax.jit, out_shardings=own)
-        self.compiled = _reuse.Program(mapped, compiled, self.mesh)
+        self.compiled = jax.jit(mapped, out_shardings=own)
 
     def put(self, batch: Batch, stacked: bool = False) -> Batch:
         """Put a batch, or a stack of batches, on the devices."""
@@ -576,7 +574,7 @@ def divisors(batches: Sequence[Batch], counted: Counted) -> Divisors | None:
         if shapes not in counted.means:
             program = traced(counted.loss, counted.like, batch)
             found = reading("mean_of", program, batch) if rows else None
-            counted.means[shapes] = found and (found[0], _reuse.Program(found[1]))
+            counted.means[shapes] = found and (found[0], jax.jit(found[1]))
         if not counted.means[shapes]:
             return None
         mean, others = counted.means[shapes]

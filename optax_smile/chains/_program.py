@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from optax_smile import _reuse, _tree
+from optax_smile import _tree
 from optax_smile._types import Tree
 
 # Equations that run another program once, with their own inputs.
@@ -74,7 +74,7 @@ def read(program: ClosedJaxpr, params: Tree, rows: int | None) -> set[str]:
     def compute(at: Tree) -> list[jax.Array]:
         return jax.lax.map(lambda x: terms_at(x, at), jnp.asarray(MULTIPLES))
 
-    terms = _reuse.Program(compute)(elsewhere(params))
+    terms = jax.jit(compute)(elsewhere(params))
     if any(_grows(*np.asarray(term, float)) for term in terms):
         found.add("penalty")
     return found

@@ -136,8 +136,8 @@ def sample(
     trace then has `num_reduced`, the calls with a control variate, `num_passes`, and `noise_left`,
     the share of the variance of the gradients that is left. Without a `directory`, the draws take
     host memory. With `specs`, every device that holds a part of a chain gathers the whole
-    parameters of a draw before the draw is stored. Another run in the same process compiles nothing
-    if its code is the same, with all numbers and arrays in it up to 16 MiB.
+    parameters of a draw before the draw is stored. Each run compiles its programs, unless JAX's
+    compilation cache has them: see the page on long runs.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _check_trees, _noise, _on_host, _reuse, _settings, _tree, parallel
+from optax_smile import _check, _check_trees, _noise, _on_host, _settings, _tree, parallel
 from optax_smile._bar import Bar
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile._warn import warn
@@ -160,9 +160,8 @@ def warmstart(
         if copies := [member for member, like in enumerate(first) if first.count(like) > 1]:
             what = f"the same parameters for members {copies}. Does it use its key?"
             warn(f"`warmstart`: `init_fn` returned {what}")
-    compiled = partial(parallel.step, carry=members, mesh=mesh)
     steps = _steps(loss, optimizer, patience, validation is None)
-    train, judge = (_reuse.Program(step, compiled, mesh) for step in steps)
+    train, judge = (parallel.step(step, members, mesh=mesh) for step in steps)
     with _check.called("warmstart", "parallel.place_batch", batch="validation"):
         held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
     hint = _checks.advice_on_single(batches)
@@ -285,8 +284,7 @@ def _begin(
     if not dtypes or not all(jnp.issubdtype(x, jnp.inexact) for x in dtypes):
         _check.fail("warmstart", "init_fn", INIT_RULE, f"one that returns {_check.cut(shapes)}")
     own = parallel._shardings("warmstart", shapes, mesh, specs, "params")
-    compiled = partial(jax.jit, out_shardings=own)
-    params = _reuse.Program(parallel.over_chains(init_fn, mesh=mesh), compiled, mesh)(keys)
+    params = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)(keys)
     unknown, arrays = np.full(num_members, np.inf, _tree.dtype(params)), len(jax.tree.leaves(aux))
 
     def copy(tree: Tree) -> Tree:
