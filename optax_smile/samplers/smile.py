@@ -62,12 +62,12 @@ def smile(
         preconditioner: the coordinates in which the chain moves, see `Preconditioner`; None: the
             parameters themselves. `psmile` is `smile` with a preconditioner.
         norm: of the momentum. `"spectral"`: the chain moves each matrix by a multiple of U V^T,
-            where U and V are the singular vectors of its momentum, as the optimizer Muon does. A
-            `Norm`: one of your own. For networks that are sampled at a low temperature, see
-            `cold_temperature`: mini-batch noise distorts the posterior of a chain with another norm
-            than the Euclidean one, so that it samples the posterior for full batches only. Nor has
-            it explicit noise: pass `decoherence_length=None`. `"spectral"` takes no preconditioner,
-            and the default angle of the tuner is then 0.6.
+            where U and V are the singular vectors of its momentum, as the optimizer Muon does. The
+            default angle of the tuner is then 0.6. A `Norm`: one of your own. Both are for networks
+            that are sampled at a low temperature, see `cold_temperature`: mini-batch noise distorts
+            the posterior of such a chain, so that it samples the posterior for full batches only.
+            It has no explicit noise: pass `decoherence_length=None`. It takes a preconditioner only
+            if its `Norm` is elementwise.
         matrices: for `norm="spectral"`, a function of a tree like the parameters. It returns such a
             tree of `optax.contrib.MuonDimensionNumbers`, the axes of rows and columns, and of None
             for leaves that are no matrices; these move along their own momentum. None: the last
@@ -77,10 +77,10 @@ def smile(
 
     Cost: one gradient per call. State: one array of the size of the parameters, and a random
     projection ("sketch") of the last gradient. The sketch is as large as a leaf of at most 1,024
-    entries, and about 1.6 % as large as a leaf of 16,384 or more. `"minimal_norm"` and
-    `norm="spectral"` each add one array of the size of the parameters. The latter also takes
-    five Newton-Schulz iterations per call, like Muon: ten products of each matrix with a square
-    one; two, and 17 of square ones, if it is at least twice as long as wide.
+    entries, and about 1.6 % as large as a leaf of 16,384 or more. `"minimal_norm"` and any
+    `norm` but the Euclidean one each add one array of the size of the parameters. `"spectral"` also
+    takes five Newton-Schulz iterations per call, like Muon: ten products of each matrix with a
+    square one; two, and 17 of square ones, if it is at least twice as long as wide.
 
     Step: one leapfrog step with step size eps and d parameters is
 
