@@ -20,7 +20,7 @@ The public names, by what you want to do:
     cold posteriors           cold_temperature
     set the step size         angle_tuner (the default), quantile_tuner
     precondition gradients    scale_by_gradient_noise
-    parts of your own         Preconditioner, Tuner
+    parts of your own         Preconditioner, Tuner, Norm
 
 `help(optax_smile.sample)` describes a function, its arguments and its errors. The pages in `docs/`
 begin with `docs/start.md`.
@@ -51,6 +51,7 @@ from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc
 from optax_smile.samplers.sghmc import sghmc
 from optax_smile.samplers.sgld import psgld, sgld
 from optax_smile.samplers.smile import psmile, smile
+from optax_smile.stages.integrator import Norm
 from optax_smile.stages.scale import Preconditioner, scale_by_gradient_noise
 from optax_smile.stages.step_size import Tuner, angle_tuner, quantile_tuner
 from optax_smile.state import Stats, last_accepted, stats
@@ -58,9 +59,9 @@ from optax_smile.state import Stats, last_accepted, stats
 if TYPE_CHECKING:
     from optax_smile import report
 
-__all__ = ["ArgumentError", "CheckReport", "Likelihood", "Outcome", "Preconditioner", "Prediction"]
-__all__ += ["Predictor", "RecordedSampler", "Run", "Selection", "Snapshots", "Stats"]
-__all__ += ["StoredSnapshots", "Tuner", "angle_tuner", "chains_from_weights", "check"]
+__all__ = ["ArgumentError", "CheckReport", "Likelihood", "Norm", "Outcome", "Preconditioner"]
+__all__ += ["Prediction", "Predictor", "RecordedSampler", "Run", "Selection", "Snapshots"]
+__all__ += ["Stats", "StoredSnapshots", "Tuner", "angle_tuner", "chains_from_weights", "check"]
 __all__ += ["cold_temperature", "cyclical_sgld", "diagnostics", "interop", "last_accepted"]
 __all__ += ["load_snapshots", "local"]
 __all__ += ["mclmc", "metrics", "parallel", "plots", "predict", "psgld", "psmile", "published"]

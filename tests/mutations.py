@@ -1,7 +1,7 @@
 """What the tests can tell: defects put into a copy of the package, one at a time.
 
     python tests/mutations.py --output mutations.jsonl [--only TEXT ...]
-    python tests/mutations.py --list stages/integrator.py Momentum.kick
+    python tests/mutations.py --list stages/integrator.py Euclidean.open
     python tests/mutations.py --draw 25 --seed 3
     python tests/mutations.py --rename
 
@@ -219,16 +219,15 @@ MeanSquare.observe: then 5: scale moves within a window
 MeanSquare.observe: left 16: a restart keeps the scale
 inverse_scale: left 1: isotropic part not taken from the measured one
 # stages/spectral.py
-Spectral.pull: left 5: a kick does not lengthen its own time
-Spectral.pull: otherwise 7: the norm of a gradient is Euclidean
 Spectral.velocity: left 4: matrices of all sizes weigh alike
-Spectral.pull: then 2: a chain at rest goes on with its old momentum
 # stages/integrator.py
-Momentum.heading: positive 1: kick uphill
-Momentum.kinetic_change: left 12: no half in the energy of a long kick
+Norm.close: left 3: a kick does not lengthen its own time
+Norm.close: otherwise 9: the norm of a gradient is Euclidean
+Norm.close: then 2: a chain at rest goes on with its old momentum
+Euclidean.open: left 24: no half in the energy of a long kick
 Momentum.proceed: skip 0: step size changes in the middle of a step
 Momentum.proceed: left 3: momentum is kept after a rejected step
-Momentum.drift: argument 0: drift without the scale
+drift: argument 0: drift without the scale
 Momentum.diffuse: right 14: noise forgets over twice the length
 Momentum.diffuse: double 3: noise forgets over half a radius
 Momentum.diffuse: then 0: noise in the middle of a step
@@ -244,6 +243,7 @@ AngleTuner._per_angle: left 1: share is not squared
 judge: left 1: non-finite steps are kept
 judge: then 1: a bad call does not end a run of good ones
 # stages/evidence.py
+Sums.cosine: positive 1: kick uphill
 EnergyAverages.is_outlier: argument 0: a loss of energy is no outlier
 EnergyAverages.observe: left 1: averages not debiased
 collect: left 2: rejected gradients enter the scale
@@ -265,11 +265,11 @@ FullMatrix.observe: right 14: the mean of whitened squares does not stay
 # samplers/_microcanonical.py
 Microcanonical.decide: left 3: change across a new scale
 Microcanonical.decide: left 0: steps of negative size are made
-Microcanonical.decide: argument 2: XLA copies what the probe reads
-Microcanonical.decide: without_argument 13: schedule counts calls instead of steps
+Microcanonical.decide: argument 1: XLA copies what the probe reads
+Microcanonical.decide: without_argument 12: schedule counts calls instead of steps
 Microcanonical.decide: without_keyword 12: noise key never advances
-Microcanonical.move: otherwise 2: a rejected call moves the chain
-_momentum: without_argument 1: no explicit noise
+Microcanonical.move: otherwise 0: a rejected call moves the chain
+_momentum: without_argument 5: no explicit noise
 # samplers/_transformation.py
 _bound: skip 0: defaults of a sampler not recorded
 Dynamics.update: skip 4: around zero, not the start

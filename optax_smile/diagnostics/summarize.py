@@ -30,7 +30,7 @@ from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 COLD = "a cold posterior, narrower than the Bayesian one"
-SPECTRAL = "not the Bayesian posterior unless gradients are those of all data"
+OTHER_NORM = "not the Bayesian posterior unless gradients are those of all data"
 # Entries of a trace that checks need; NaN where they are missing.
 NEEDED = ("step_size", "num_rejected", "num_gradients", "num_nonfinite", "below_resolution")
 NEEDED += ("temperature", "loss", "num_parameters")
@@ -54,7 +54,7 @@ class Summary:
         nominal_rate: this rate for a perfect fit with the given `reject_quantile`, or NaN.
         num_nonfinite: number of gradients or values that were not finite, `[chain]`.
         temperature: temperature of the posterior, 1 for Bayes, `[chain]`.
-        norm: of the momentum, `"euclidean"` or `"spectral"`.
+        norm: of the momentum, `"euclidean"`, `"spectral"` or the name of another class.
         copy_of: the first chain with equal draws, bit for bit, `[chain]`. Copies count once in
             `rhat_across`, `ess` and `mcse`.
         rhat_within: R-hat of the quarters of single predictions or weights, `[chain, point]`.
@@ -141,8 +141,8 @@ class Summary:
             notes.append("  `stats(state)` of each draw to `Snapshots.from_draws(draws, trace)`.")
         if np.any(self.temperature < 1):
             notes.append(f"temperature {np.nanmin(self.temperature):.3g}: {COLD}")
-        if self.norm == "spectral":
-            notes.append(f"norm='spectral': {SPECTRAL}")
+        if self.norm != "euclidean":
+            notes.append(f"norm={self.norm!r}: {OTHER_NORM}")
         of = f" / the nominal {self.nominal_rate:.2g}" if self.nominal_rate > 0 else ""
         meanings = {
             "step size": "at the first record of the run -> at the last draw",
@@ -303,6 +303,7 @@ def summary(
     with np.errstate(divide="ignore", invalid="ignore"):
         checks = judge(run)
         trend, rejections = step_size_trend(trace["step_size"]), rejection_rate(trace)
+    norm = settings.get("norm", "euclidean")
     return Summary(
         num_draws=num_draws,
         of="weights" if values is None else "predictions",
@@ -313,7 +314,7 @@ def summary(
         nominal_rate=nominal_rate(settings),
         num_nonfinite=trace["num_nonfinite"][:, -1],
         temperature=trace["temperature"][:, -1],
-        norm=str(settings.get("norm", "euclidean")),
+        norm=str(norm.get("name") if isinstance(norm, dict) else norm),
         copy_of=copies,
         rhat_within=rhat_within,
         rhat_across=rhat_across,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +23,27 @@ from optax_smile.stages import evidence, probe, rejection, scale
 from optax_smile.stages.evidence import EvidenceState
 from optax_smile.stages.integrator import (
     SCHEMES,
+    Euclidean,
     Heading,
     IntegratorName,
     Momentum,
     MomentumState,
     Noise,
+    Norm,
     step_start,
 )
 from optax_smile.stages.scale import Preconditioner
-from optax_smile.stages.spectral import Norm, Spectral
+from optax_smile.stages.spectral import Spectral
 from optax_smile.stages.step_size import Tuner, choose
 
+NormName = Literal["euclidean", "spectral"]
 CONSTRAINTS = {
     "step_size": _check.STEP_SIZE | None,
     "integrator": _check.OneOf(IntegratorName),
     "tuner": _check.kind(Tuner, "a tuner such as angle_tuner()") | None,
     "reject_quantile": _check.PROBABILITY | None,
     "decoherence_length": _check.POSITIVE | _check.OneOf(Noise) | None,
-    "norm": _check.OneOf(Norm),
+    "norm": _check.kind(Norm, "an optax_smile.Norm") | _check.OneOf(NormName),
     "matrices": _check.Function("(params)") | None,
 }
 
@@ -93,7 +96,8 @@ class Reading(NamedTuple):
     """What a call reads from its arrays, and the explicit noise that it draws.
 
     `fingerprint` is that of the gradient that the loop passed. `arrived` has the entries that
-    `probe` compares, `moved` how far the last drift moved them. `key` is that of the next call.
+    `probe` compares, `moved` how far the last drift moved them. `heading` is the momentum after the
+    kick that closes the step, `end` describes this kick. `key` is that of the next call.
     """
 
     sums: evidence.Sums
@@ -103,7 +107,8 @@ class Reading(NamedTuple):
     moved: list[jax.Array]
     noise: optax.Updates | None
     key: jax.Array | None
-    pulled: Tree
+    heading: Heading
+    end: evidence.StepEnd
 
 
 class Decision(NamedTuple):
@@ -141,7 +146,7 @@ class Microcanonical(Dynamics):
     def is_elementwise(self, state: ChainState) -> bool:
         """See `Dynamics`."""
         inverse_scale = scale.inverse_of(state.dynamics.preconditioner)
-        return self.momentum.is_elementwise and not isinstance(inverse_scale, _tree.Matrix)
+        return self.momentum.norm.is_elementwise and not isinstance(inverse_scale, _tree.Matrix)
 
     def process(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
         """Read, decide and move."""
@@ -156,7 +161,7 @@ class Microcanonical(Dynamics):
         return self.move(call, state, reading.noise, decision)
 
     def read(self, call: Call, state: ChainState) -> Reading:
-        """Read every array: all inner products in one pass over memory."""
+        """Read every array: all inner products in one pass over memory. Close the step."""
         before, scaling = state.dynamics.momentum, state.dynamics.preconditioner
         posterior, updates, passed, params, _, _, places = call
         key, noise_key = self.split(state.key)
@@ -193,21 +198,20 @@ class Microcanonical(Dynamics):
             few = before._replace(direction=probe.entries(before.direction, places))
             few_scales = None if inverse_scale is None else probe.entries(inverse_scale, places)
             moved: Tree = self.momentum.last_drift(few, few_scales)
-        pulled = self.momentum.pull(before, whitened, sums)
+        width, rate_square = self.preconditioner.width(scaling), None
+        if width is not None:
+            square = state.dynamics.evidence.changes.mean_gradient_square
+            rate_square = jnp.where(jnp.isfinite(width), square, 0)
+        heading, end = self.momentum.close(before, whitened, sums, rate_square)
         arrived = probe.entries(params, places)
-        return Reading(sums, sketch, fingerprint, arrived, moved, noise, key, pulled)
+        return Reading(sums, sketch, fingerprint, arrived, moved, noise, key, heading, end)
 
     def decide(self, call: Call, state: ChainState, reading: Reading) -> Decision:
         """Accept or reject the step that ends here, and choose the next one; no large arrays."""
         momentum, sums, posterior = self.momentum, reading.sums, call.posterior
-        before, history = state.dynamics.momentum, state.dynamics.evidence
+        before, history, end = state.dynamics.momentum, state.dynamics.evidence, reading.end
 
-        # Close the step, and accept or reject it by the energy that it gained.
-        width, rate_square = self.preconditioner.width(state.dynamics.preconditioner), None
-        if width is not None:
-            square = history.changes.mean_gradient_square
-            rate_square = jnp.where(jnp.isfinite(width), square, 0)
-        heading, end = momentum.close(before, sums, reading.pulled, rate_square)
+        # Accept or reject the step by the energy that it gained.
         error = evidence.energy_error(posterior, history.open_step, end, sums, call.value)
         is_outlier = history.energies.is_outlier(error, self.reject_quantile)
         base = jnp.asarray(self.step_size(state.num_steps), before.step_length.dtype)
@@ -220,14 +224,13 @@ class Microcanonical(Dynamics):
         num_gradients = state.last_update.num_gradients
         measured = evidence.collect(
             history, end, error, sums, reading.sketch, base, num_gradients, ~reject
-        )._replace(width=width)
+        )._replace(width=self.preconditioner.width(state.dynamics.preconditioner))
         tuned = self.tuner.update(state.dynamics.tuner, measured)
         length = base * tuned.step_size_factor * guard.step_backoff
 
         # Open the next step: noise, a turn of the direction, and the first kick.
-        rates = measured.rates()
-        heading = momentum.diffuse(end, heading, sums, rates, posterior.temperature)
-        heading, opening_kick = momentum.open(end, heading, length, rate_square)
+        heading = momentum.diffuse(end, reading.heading, sums, measured, posterior.temperature)
+        heading, opening_kick = momentum.open(end, heading, length)
         after = momentum.proceed(before, heading, length, reject)
         opened = history.open_step.advance(end, opening_kick, sums, call.value)
         kept = opened, _tree.count(state.num_steps, end.opens_step)
@@ -274,13 +277,9 @@ class Microcanonical(Dynamics):
         reject, dynamics = decision.reject, decision.state.dynamics
         gradient = potential.gradient(call.posterior, updates, params)
         whitened = scale.whiten(scaling, gradient)
-        turned = self.momentum.turn(before.direction, decision.heading, whitened, noise)
-        after = dynamics.momentum._replace(
-            direction=optax.tree.where(reject, before.direction, turned)
+        after = self.momentum.turn(
+            reject, before, dynamics.momentum, decision.heading, whitened, noise, params
         )
-        if before.anchor is not None:
-            anchor = optax.tree.where(after.drift_index == 1, params, before.anchor)
-            after = after._replace(anchor=anchor)
         drift = self.momentum.last_drift(before, None)
         drift = jax.tree.map(lambda x: jnp.where(reject, 0, x), drift)
         scaling = self.preconditioner.observe(
@@ -297,7 +296,7 @@ def _assemble(name: str, preconditioner: Preconditioner, arguments: Options) -> 
     length, step_size = momentum.decoherence_length, arguments["step_size"]
     purpose = "because `decoherence_length` is not None"
     seed = _check.Key(length is not None, purpose)(name, "key", arguments.get("key"))
-    tuner = choose(name, arguments.get("tuner"), step_size, momentum.angle)
+    tuner = choose(name, arguments.get("tuner"), step_size, momentum.norm.angle)
     return Microcanonical(
         name=name,
         posterior=_transformation.posterior_of(name, arguments),
@@ -313,19 +312,19 @@ def _assemble(name: str, preconditioner: Preconditioner, arguments: Options) -> 
 
 def _momentum(name: str, preconditioner: Preconditioner, arguments: Options) -> Momentum:
     scheme, length = SCHEMES[arguments["integrator"]], arguments.get("decoherence_length")
-    matrices = arguments.get("matrices")
-    if arguments.get("norm") != "spectral":
-        if matrices is not None:
-            _check.fail(name, "matrices", "None unless norm='spectral'", _check.show(matrices))
-        return Momentum(scheme, length)
-    rule = "None together with norm='spectral'"
-    if length is not None:
+    norm, matrices = arguments.get("norm", "euclidean"), arguments.get("matrices")
+    if matrices is not None and norm != "spectral":
+        _check.fail(name, "matrices", "None unless norm='spectral'", _check.show(matrices))
+    rule = f"None together with norm={norm!r}"
+    if isinstance(norm, str):
+        norm = Spectral(matrices) if norm == "spectral" else Euclidean()
+    if length is not None and type(norm).diffuse is Norm.diffuse:
         advice = "Isotropic noise would change what a chain with that norm samples."
         _check.fail(name, "decoherence_length", rule, repr(length), advice)
-    if type(preconditioner) is not Preconditioner:
-        advice = "A scale of single parameters would change the singular vectors."
+    if type(preconditioner) is not Preconditioner and not norm.is_elementwise:
+        advice = "With this norm parameters move together, and a scale would change that."
         _check.fail(name, "preconditioner", rule, preconditioner, advice)
-    return Spectral(scheme, where=name, matrices=matrices)
+    return Momentum(scheme, norm, length)
 
 
 def sampler(

@@ -8,11 +8,10 @@ import jax
 
 from optax_smile import _check
 from optax_smile._types import LogPrior, StepSize, Tree
-from optax_smile.samplers._microcanonical import sampler
-from optax_smile.stages.integrator import Decoherence, IntegratorName
+from optax_smile.samplers._microcanonical import NormName, sampler
+from optax_smile.stages.integrator import Decoherence, IntegratorName, Norm
 from optax_smile.stages.matrix import LARGEST, FullMatrix
 from optax_smile.stages.scale import Preconditioner
-from optax_smile.stages.spectral import Norm
 from optax_smile.stages.step_size import Tuner
 
 
@@ -30,7 +29,7 @@ def smile(
     reject_quantile: float | None = None,
     decoherence_length: Decoherence | None = "matched",
     preconditioner: Preconditioner | None = None,
-    norm: Norm = "euclidean",
+    norm: Norm | NormName = "euclidean",
     matrices: Callable[[Tree], Tree] | None = None,
     key: jax.Array | int | None = None,
 ) -> Preconditioner:
@@ -63,11 +62,12 @@ def smile(
         preconditioner: the coordinates in which the chain moves, see `Preconditioner`; None: the
             parameters themselves. `psmile` is `smile` with a preconditioner.
         norm: of the momentum. `"spectral"`: the chain moves each matrix by a multiple of U V^T,
-            where U and V are the singular vectors of its momentum, as the optimizer Muon does. For
-            networks that are sampled at a low temperature, see `cold_temperature`: mini-batch noise
-            distorts the posterior of such a chain, so that it samples the posterior for full
-            batches only. It has neither a preconditioner nor explicit noise: pass
-            `decoherence_length=None`. The default angle of the tuner is then 0.6.
+            where U and V are the singular vectors of its momentum, as the optimizer Muon does. The
+            default angle of the tuner is then 0.6. A `Norm`: one of your own. Both are for networks
+            that are sampled at a low temperature, see `cold_temperature`: mini-batch noise distorts
+            the posterior of such a chain, so that it samples the posterior for full batches only.
+            It has no explicit noise: pass `decoherence_length=None`. It takes a preconditioner only
+            if its `Norm` is elementwise.
         matrices: for `norm="spectral"`, a function of a tree like the parameters. It returns such a
             tree of `optax.contrib.MuonDimensionNumbers`, the axes of rows and columns, and of None
             for leaves that are no matrices; these move along their own momentum. None: the last
@@ -77,10 +77,10 @@ def smile(
 
     Cost: one gradient per call. State: one array of the size of the parameters, and a random
     projection ("sketch") of the last gradient. The sketch is as large as a leaf of at most 1,024
-    entries, and about 1.6 % as large as a leaf of 16,384 or more. `"minimal_norm"` and
-    `norm="spectral"` each add one array of the size of the parameters. The latter also takes
-    five Newton-Schulz iterations per call, like Muon: ten products of each matrix with a square
-    one; two, and 17 of square ones, if it is at least twice as long as wide.
+    entries, and about 1.6 % as large as a leaf of 16,384 or more. `"minimal_norm"` and any
+    `norm` but the Euclidean one each add one array of the size of the parameters. `"spectral"` also
+    takes five Newton-Schulz iterations per call, like Muon: ten products of each matrix with a
+    square one; two, and 17 of square ones, if it is at least twice as long as wide.
 
     Step: one leapfrog step with step size eps and d parameters is
 

@@ -64,6 +64,12 @@ class Sums(NamedTuple):
     noise_dot_direction: jax.Array
     noise_dot_whitened: jax.Array
 
+    def cosine(self, moving: jax.Array) -> jax.Array:
+        """Cosine of the angle between the velocity and -g; 0 for a chain at rest."""
+        product = jnp.sqrt(self.direction_square) * jnp.sqrt(self.whitened_square)
+        cosine = -self.direction_dot_whitened / jnp.where(product > 0, product, 1)
+        return jnp.where(moving, jnp.clip(cosine, -1, 1), 0)
+
 
 def measure(
     terms: dict[str, Tree], updates: Tree, passed: Tree, whitened: Tree, places: Tree
@@ -93,10 +99,11 @@ class StepEnd(NamedTuple):
         kinetic_change: energy gained by the closing kick, nats.
         step_length: of the open step.
         turn_rate: angle per unit length by which the gradient turns the momentum.
-        cosine: between the momentum and the descent direction, before the kick.
+        cosine: between the velocity and the descent direction, before the kick.
         largest_fall: energy that the drift would have lost along the descent direction, nats.
         turning_norm: norm of a gradient that turns the momentum by one radian per unit length if it
             lies across it: d - 1 for a Euclidean norm.
+        rate_square: see `Momentum.kick_factor`.
         num_parameters: d.
     """
 
@@ -108,18 +115,19 @@ class StepEnd(NamedTuple):
     cosine: jax.Array
     largest_fall: jax.Array
     turning_norm: float | jax.Array
+    rate_square: jax.Array | None
     num_parameters: int
 
 
-def turn_rate(sums: Sums, cosine: jax.Array, num_parameters: int) -> jax.Array:
-    """Compute the rate |g| / (d - 1) max(1 - max(p, 0)^2, 0.03) at which a gradient turns u.
+def turn_rate(sums: Sums, moving: jax.Array, rest: int) -> jax.Array:
+    """Compute |g| / rest max(1 - max(p, 0)^2, 0.03), rest = d - 1, at which a gradient turns u.
 
     Far from a mode, u points down the gradient and p = cos(u, -g) is about one: a large gradient
     turns u by little, and counting all of it would make the steps too short to arrive. Near a mode
     p is about zero. Uphill (p < 0) small deviations from -1 grow, so the whole gradient counts.
     """
-    share = jnp.maximum(1 - jnp.maximum(cosine, 0) ** 2, SMALLEST_SHARE)
-    return jnp.sqrt(sums.whitened_square) / (num_parameters - 1) * share
+    share = jnp.maximum(1 - jnp.maximum(sums.cosine(moving), 0) ** 2, SMALLEST_SHARE)
+    return jnp.sqrt(sums.whitened_square) / rest * share
 
 
 class OpenStep(NamedTuple):
@@ -140,7 +148,7 @@ class OpenStep(NamedTuple):
     prior_change: jax.Array
 
     def advance(
-        self, end: StepEnd, opening_kick: jax.Array, sums: Sums, value: jax.Array | None
+        self, end: StepEnd, opening_kick: float | jax.Array, sums: Sums, value: jax.Array | None
     ) -> OpenStep:
         """Add the kicks and the drift of a call; start again where the call opens a step.
 

@@ -1,8 +1,8 @@
-"""The microcanonical integrator: a unit momentum u over the whole parameter tree.
+"""The microcanonical integrator: a momentum p over the whole parameter tree.
 
-A **kick** turns u towards the descent direction e of the energy, a **drift** moves the parameters
-along u. Kicks and explicit noise z change u to a sum of u, e and z with three coefficients
-(`Heading`). A call computes these first and then the tree, once (`turn`).
+A **kick** turns p by the gradient g of the energy, a **drift** moves the parameters along the
+velocity v = grad ||p||, which the state calls `direction`. The product of g and v is a **slope**.
+`Norm` is what depends on the norm of p, `Momentum` what does not.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _paths, _tree
+from optax_smile import _check, _check_trees, _paths, _sums, _tree
 from optax_smile._types import Tree
-from optax_smile.stages.evidence import StepEnd, Sums, turn_rate
+from optax_smile.stages.evidence import Evidence, StepEnd, Sums, turn_rate
 
 
 class Scheme(NamedTuple):
@@ -54,21 +54,24 @@ Decoherence = float | jax.Array | Noise
 DILUTION, MOST_DILUTED = 40, 2
 # After this many half decoherence lengths in one step, u is a fresh direction anyway.
 FORGOTTEN = 40.0
+# Angle, in radians, of the smallest kick that shows in the velocity: the change after a smaller one
+# is mostly rounding. Most by which a kick raises the log of the momentum's norm.
+SMALLEST_KICK, LARGEST_GROWTH = 1e-2, 30.0
+Number = float | jax.Array
+Lengths = tuple[jax.Array, jax.Array]
 
 
 class MomentumState(NamedTuple):
     """Where the chain is inside a step.
 
     Attributes:
-        direction: u at the time of the last drift, a tree like the parameters.
-        moving: False stands for u = 0, before the first kick and after a rejection; `direction` is
-            then ignored.
+        direction: velocity v of the last drift, a tree like the parameters.
+        moving: False at rest, at the start and after a rejection; the momentum is then ignored.
         drift_index: number of drifts done since the step was opened; 0 if no step is open.
         step_length: step size of the open step, or of the next one if none is open.
         anchor: parameters at the start of the open step; None for an integrator with a single
             drift, which can be undone with `direction`.
-        conjugate: momentum, of which `direction` is the gradient of its norm; None for a Euclidean
-            norm, for which they are the same.
+        conjugate: momentum p; None for a Euclidean norm, whose momentum is the velocity.
     """
 
     direction: optax.Updates
@@ -76,29 +79,7 @@ class MomentumState(NamedTuple):
     drift_index: jax.Array
     step_length: jax.Array
     anchor: optax.Params | None
-    conjugate: optax.Updates | None = None
-
-
-class Heading(NamedTuple):
-    """The unit momentum in terms of the old direction u, the descent direction e and the noise z.
-
-    Attributes:
-        cosine: between the momentum and e.
-        along_old: coefficient of the old unit direction.
-        along_descent: coefficient of e.
-        along_noise: coefficient of z, which is no unit vector.
-        moving: whether there is a direction at all.
-        gradient_norm: norm of the whitened gradient, nats per unit length.
-        old_norm: norm of the tree that holds the old direction, which rounding keeps off 1.
-    """
-
-    cosine: jax.Array
-    along_old: jax.Array
-    along_descent: jax.Array
-    along_noise: jax.Array
-    moving: jax.Array
-    gradient_norm: jax.Array
-    old_norm: jax.Array
+    conjugate: optax.Updates | None
 
 
 def step_start(state: MomentumState, params: optax.Params, inverse_scale: _tree.Scale) -> Tree:
@@ -107,66 +88,227 @@ def step_start(state: MomentumState, params: optax.Params, inverse_scale: _tree.
     if state.anchor is not None:
         began = state.anchor
         return _paths.map_sampled(lambda x, at: jnp.where(is_open, x, at), began, params)
-    length = jnp.where(is_open, state.step_length, 0)
-    drifted = Momentum.drift(state.direction, length, inverse_scale)
+    drifted = drift(state.direction, jnp.where(is_open, state.step_length, 0), inverse_scale)
     return _paths.map_sampled(lambda move, x: x - move, drifted, params)
 
 
-@dataclass(frozen=True)
-class Momentum:
-    """How a chain moves: at constant speed, turned by gradients and explicit noise.
+def drift(direction: optax.Updates, length: jax.Array, inverse_scale: _tree.Scale) -> optax.Updates:
+    """Displacement: length times v in whitened coordinates, over s in the parameters.
 
-    A subclass gives the momentum another norm by replacing three methods:
+    That of a negative length is the exact negative, to the bit: `displace` undoes a step by it. It
+    works entry by entry, also on parts of a tree.
+    """
+    moved = jax.tree.map(lambda u: (length * u).astype(u.dtype), direction)
+    return _tree.scaled(moved, inverse_scale)
 
-    - `kick` turns the momentum of a `Heading`, whose norm stays 1. Two kicks with one gradient are
-      one kick of their total length, and a kick of length 0 changes nothing.
-    - `drift` computes a displacement. That of a negative length is the exact negative, to the bit,
-      since `displace` undoes a step by it. It works entry by entry, also on parts of a tree. A
-      drift of another form also needs another `step_start`.
-    - `kinetic_change` is the energy that a kick adds. For short lengths it is the length times the
-      energy that a drift of unit length loses, so that the exact dynamics conserve the total.
 
-    `heading` says what `kick` and `kinetic_change` start from. Its products, the noise of `diffuse`
-    and the norms in `turn` are Euclidean. For a norm whose steepest descent is not along the
-    gradient see `spectral.Spectral`, which has a `pull` in place of these methods.
+class Heading(NamedTuple):
+    """The momentum of a call: a sum of the old one p, of e = -g / |g| and of explicit noise z.
 
     Attributes:
-        scheme: the order of kicks and drifts.
-        decoherence_length: of the explicit noise, > 0, `"matched"` or `"turning"`; None for none.
-        is_elementwise: whether it takes trees whose small leaves are joined.
-        angle: that of the default tuner; None: that of `angle_tuner`.
+        moving: whether there is a momentum.
+        turn_rate: angle per unit length by which the gradient g turns it.
+        turning_norm: length of a gradient that turns it by one radian if it lies across it.
+        along_old: coefficient of p over `old_norm`.
+        along_descent: coefficient of e.
+        gradient_norm: length of g, nats per unit length.
+        old_norm: of the tree p, which rounding keeps off 1.
+        along_noise: coefficient of z, which is no unit vector.
+        cosine: between the momentum and e, for a closed form.
+        velocity: tree of the velocity; None if that is the momentum.
+        opening_energy: that `Norm.open` adds, if `Norm.close` has found it, nats.
     """
 
-    scheme: Scheme
-    decoherence_length: Decoherence | None = None
-    is_elementwise: ClassVar[bool] = True
+    moving: jax.Array
+    turn_rate: jax.Array
+    turning_norm: Number
+    along_old: jax.Array
+    along_descent: jax.Array
+    gradient_norm: jax.Array
+    old_norm: Number = 1.0
+    along_noise: Number = 0.0
+    cosine: Number = 0.0
+    velocity: optax.Updates | None = None
+    opening_energy: Number = 0.0
+
+
+def over(number: Number, norm: Number) -> jax.Array:
+    """Divide by a norm; 0 where that is 0."""
+    return jnp.where(norm > 0, number / jnp.where(norm > 0, norm, 1), 0)
+
+
+class Norm:
+    """The norm ||p|| of a chain's momentum p. The chain moves with its gradient, the velocity v.
+
+        theta' = v = grad ||p||,    p' = -||p|| grad U / (d - 1)
+
+    With gradients of all data, this keeps the posterior for every norm. For a norm of your own,
+    inherit from this class, override `velocity`, and pass an instance as `norm=` to `smile`. All
+    methods are pure functions that JAX can trace.
+
+    Attributes:
+        is_elementwise: whether it sees all entries alike, whichever leaf they are in. Then small
+            leaves may be joined, and `smile` takes a preconditioner.
+        angle: that of the default tuner; None: that of `angle_tuner`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, optax_smile
+        >>> class Signs(optax_smile.Norm):
+        ...     def velocity(self, momentum):
+        ...         length = optax.tree.size(momentum) ** 0.5
+        ...         return jax.tree.map(lambda p: jnp.sign(p) / length, momentum)
+        >>> sampler = optax_smile.smile(num_data=100, norm=Signs(), decoherence_length=None)
+    """
+
+    is_elementwise: ClassVar[bool] = False
     angle: ClassVar[float | None] = None
 
-    def heading(self, moving: jax.Array, sums: Sums) -> Heading:
-        """Describe u, if the chain is moving, and e = -g / |g| by inner products of their trees."""
-        old_norm, gradient_norm = jnp.sqrt(sums.direction_square), jnp.sqrt(sums.whitened_square)
-        product = old_norm * gradient_norm
-        cosine = -sums.direction_dot_whitened / jnp.where(product > 0, product, 1)
+    def velocity(self, momentum: optax.Updates) -> optax.Updates:
+        """Return grad ||p||, a tree like p, whatever the length of p; 0 where p is 0.
+
+        Called by `close`, and by `init` for its shapes. If it has the Euclidean length one, step
+        sizes are Euclidean lengths.
+        """
+        raise NotImplementedError
+
+    def init(self, params: optax.Params) -> optax.Updates | None:
+        """Return the first momentum, 0, before any call; None for one that is its velocity."""
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        rule = "a norm whose `velocity` takes and returns a tree like the parameters"
+        found = _check.traced("smile", "norm", self.velocity, like, rule=rule)
+        _check_trees.check_alike("smile", "norm.velocity", found, like, "params")
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def close(
+        self, momentum: Tree, moving: jax.Array, gradient: Tree, sums: Sums, lengths: Lengths
+    ) -> tuple[Heading, jax.Array]:
+        """Kick after a drift, and return also the energy that this adds, nats.
+
+        Called first in every call, before it is decided whether the step is accepted. Only this
+        method forms trees. This class kicks by slopes, products <g, v>. It also makes the kick that
+        opens the next step, so that a call computes one velocity. Both together are, for a length
+        s, p <- p - tau g / (d - 1), and dtau / ds = f(tau), the norm on its way. From the slopes of
+        f at both ends, a and b = -<g, v> / (d - 1),
+
+            tau = (exp(a s) - 1) / a,    f(t) = 1 + a t + (b - a) t^2 / (2 tau)
+
+        to second order in s, and to all orders if g is along p. The slopes are the work that drifts
+        along v do, so that the energy stays conserved where v is inexact. With f = <p, v> it would
+        not. Where the chain is at rest, p becomes -g.
+
+        Args:
+            momentum: p after the last call, see `init`.
+            moving: False for a chain at rest, which has no momentum.
+            gradient: g, in the coordinates of the chain.
+            sums: products of g, the velocity and the noise.
+            lengths: of this kick, and of the opening one if its step is as long as the last; 0 for
+                no kick.
+        """
+        rest, (closing, opening) = _tree.size(gradient) - 1, lengths
+        slope = -sums.direction_dot_whitened / rest
+
+        def time_of(length: jax.Array) -> jax.Array:
+            exponent = jnp.minimum(slope * length, LARGEST_GROWTH)
+            is_zero = exponent == 0
+            mean = jnp.expm1(exponent) / jnp.where(is_zero, 1, exponent)
+            return length * jnp.where(is_zero, 1, mean)
+
+        time, closing_time = time_of(closing + opening), time_of(closing)
+        old, factor = jnp.where(moving, 1, 0), jnp.where(moving, time / rest, 1)
+        new = jax.tree.map(lambda p, g: (old * p - factor * g).astype(p.dtype), momentum, gradient)
+        velocity = self.velocity(new)
+        pairs = (new, velocity), (gradient, velocity)
+        norm, product = _sums.sums([jax.tree.map(jnp.multiply, *pair) for pair in pairs])
+        scale, size = jnp.where(norm > 0, norm, 1), jnp.sqrt(sums.whitened_square)
+        # The square of an angle per length, as |g|^2 / (d - 1)^2 for a Euclidean norm.
+        bend = jnp.maximum(-product / rest - slope, 0) / jnp.where(time > 0, time, 1)
+
+        def energy_at(at: jax.Array) -> jax.Array:
+            return rest * jnp.where(moving, jnp.log1p(slope * at + bend * at**2 / 2), 0)
+
+        is_known = moving & (bend > 0) & (time * size >= SMALLEST_KICK * rest)
+        rate, energy = jnp.sqrt(jnp.where(is_known, bend, 1)), energy_at(closing_time)
         return Heading(
-            cosine=jnp.where(moving, jnp.clip(cosine, -1, 1), 0),
+            moving=norm > 0,
+            turn_rate=jnp.where(is_known, rate, turn_rate(sums, moving, rest)),
+            turning_norm=jnp.where(is_known, size / rate, rest),
+            along_old=old / scale,
+            along_descent=factor * size / scale,
+            gradient_norm=size,
+            velocity=velocity,
+            opening_energy=energy_at(time) - energy,
+        ), energy
+
+    def diffuse(self, heading: Heading, amplitude: jax.Array, sums: Sums) -> Heading:
+        """Add explicit noise, `amplitude` times z; a norm without this method has none.
+
+        Called between the kicks. Isotropic noise keeps the posterior for the Euclidean norm alone.
+        """
+        raise NotImplementedError
+
+    def open(self, heading: Heading, length: jax.Array) -> tuple[Heading, Number]:
+        """Kick before a drift, and return also the energy that this adds, nats.
+
+        Called last in every call, with a length of 0 inside a step. Here `close` has done it.
+        """
+        return heading, heading.opening_energy
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class Euclidean(Norm):
+    """The Euclidean norm: p is its own velocity, a unit vector u. Kicks need no other trees."""
+
+    is_elementwise = True
+
+    def init(self, params: optax.Params) -> None:
+        """Keep no other tree."""
+
+    def close(
+        self, momentum: None, moving: jax.Array, gradient: Tree, sums: Sums, lengths: Lengths
+    ) -> tuple[Heading, jax.Array]:
+        """Kick as `open` does."""
+        cosine, rest = sums.cosine(moving), _tree.size(gradient) - 1
+        before = Heading(
+            moving=moving,
+            turn_rate=turn_rate(sums, moving, rest),
+            turning_norm=float(rest),
             along_old=jnp.where(moving, jnp.ones_like(cosine), 0),
             along_descent=jnp.zeros_like(cosine),
-            along_noise=jnp.zeros_like(cosine),
-            moving=moving,
-            gradient_norm=gradient_norm,
-            old_norm=old_norm,
+            gradient_norm=jnp.sqrt(sums.whitened_square),
+            old_norm=jnp.sqrt(sums.direction_square),
+            cosine=cosine,
+        )
+        return self.open(before, lengths[0])
+
+    def diffuse(self, heading: Heading, amplitude: jax.Array, sums: Sums) -> Heading:
+        """Make u (u + nu z) / |u + nu z|; z / |z| if the chain is at rest."""
+        amplitude = jnp.where(heading.moving, amplitude, 1)
+        along_u = over(sums.noise_dot_direction, heading.old_norm)
+        along_e = -over(sums.noise_dot_whitened, heading.gradient_norm)
+        along_momentum = heading.along_old * along_u + heading.along_descent * along_e
+        longer = amplitude * (2 * along_momentum + amplitude * sums.noise_square)
+        norm = jnp.sqrt(jnp.where(heading.moving, 1, 0) + longer)
+        return heading._replace(
+            moving=jnp.ones_like(heading.moving),
+            along_old=heading.along_old / norm,
+            along_descent=heading.along_descent / norm,
+            along_noise=amplitude / norm,
+            cosine=jnp.clip((heading.cosine + amplitude * along_e) / norm, -1, 1),
         )
 
-    def kick(self, heading: Heading, length: jax.Array, num_parameters: int) -> Heading:
-        """Turn the momentum towards e for a time `length`.
+    def open(self, heading: Heading, length: jax.Array) -> tuple[Heading, jax.Array]:
+        """Turn u towards e for a time `length`.
 
         u <- (u + (sinh D + p (cosh D - 1)) e) / (cosh D + p sinh D), p = e . u,
         D = length |g| / (d - 1). Written with z = exp(-D), which cannot overflow. u = 0 becomes e,
         and p = -1 stays (Robnik et al. 2023, Microcanonical Hamiltonian Monte Carlo; with the sign
         of e that the published code has, not the one of Sommer et al. 2026, appendix on the
-        integrator).
+        integrator). The energy is (d - 1) log(cosh D + p sinh D), to all digits. Two kicks with one
+        gradient are one kick of their total length.
         """
-        delta = length * heading.gradient_norm / (num_parameters - 1)
+        delta = length * heading.gradient_norm / heading.turning_norm
         p, z = heading.cosine, jnp.exp(-delta)
         opposed = p <= -1
         denominator = jnp.where(opposed, 1, (1 + p) + (1 - p) * z * z)
@@ -174,32 +316,34 @@ class Momentum:
         descent = (-jnp.expm1(-2 * delta) + p * jnp.expm1(-delta) ** 2) / denominator
         descent = jnp.where(opposed, 0, descent)
         starts = ~heading.moving & (delta > 0)
+        small = jnp.minimum(delta, 1)
+        near = jnp.log1p(2 * jnp.sinh(small / 2) ** 2 + p * jnp.sinh(small))
+        far = jnp.logaddexp(jnp.log((1 + p) / 2) + delta, jnp.log((1 - p) / 2) - delta)
         return heading._replace(
-            cosine=jnp.where(starts, 1, jnp.clip(old * p + descent, -1, 1)),
+            moving=heading.moving | starts,
             along_old=jnp.where(starts, 0, old * heading.along_old),
             along_descent=jnp.where(starts, 1, old * heading.along_descent + descent),
             along_noise=jnp.where(starts, 0, old * heading.along_noise),
-            moving=heading.moving | starts,
-        )
+            cosine=jnp.where(starts, 1, jnp.clip(old * p + descent, -1, 1)),
+        ), heading.turning_norm * jnp.where(delta < 1, near, far)
 
-    def kinetic_change(self, heading: Heading, length: jax.Array, num_parameters: int) -> jax.Array:
-        """Energy that this kick adds, (d - 1) log(cosh D + p sinh D), nats; to all digits."""
-        cosine, delta = heading.cosine, length * heading.gradient_norm / (num_parameters - 1)
-        small = jnp.minimum(delta, 1)
-        near = jnp.log1p(2 * jnp.sinh(small / 2) ** 2 + cosine * jnp.sinh(small))
-        far = jnp.logaddexp(jnp.log((1 + cosine) / 2) + delta, jnp.log((1 - cosine) / 2) - delta)
-        return (num_parameters - 1) * jnp.where(delta < 1, near, far)
 
-    @staticmethod
-    def drift(
-        direction: optax.Updates, length: jax.Array, inverse_scale: _tree.Scale
-    ) -> optax.Updates:
-        """Displacement: length times u in whitened coordinates, over s in the parameters."""
-        moved = jax.tree.map(lambda u: (length * u).astype(u.dtype), direction)
-        return _tree.scaled(moved, inverse_scale)
+@dataclass(frozen=True)
+class Momentum:
+    """How a chain moves: at constant speed, turned by gradients and explicit noise.
+
+    Attributes:
+        scheme: the order of kicks and drifts.
+        norm: of the momentum.
+        decoherence_length: of the explicit noise, > 0, `"matched"` or `"turning"`; None for none.
+    """
+
+    scheme: Scheme
+    norm: Norm
+    decoherence_length: Decoherence | None = None
 
     def init(self, params: optax.Params, step_length: jax.Array) -> MomentumState:
-        """Start at rest, u = 0: `diffuse` draws u, or the first kick makes it -g / |g|."""
+        """Start at rest: `diffuse` draws a momentum, or the first kick makes one of -g."""
         zeros = jax.tree.map(jnp.zeros_like, params)
         return MomentumState(
             direction=zeros,
@@ -207,6 +351,7 @@ class Momentum:
             drift_index=jnp.zeros((), jnp.int32),
             step_length=jnp.asarray(step_length, _tree.dtype(params)),
             anchor=None if len(self.scheme.drifts) == 1 else jax.tree.map(jnp.copy, zeros),
+            conjugate=self.norm.init(params),
         )
 
     def _length(self, fractions: tuple[float, ...], state: MomentumState) -> jax.Array:
@@ -216,72 +361,63 @@ class Momentum:
 
     def kick_factor(
         self, step_length: jax.Array, rate_square: jax.Array | None, num_parameters: int
-    ) -> float | jax.Array:
+    ) -> Number:
         """Compute the factor of a kick's length that keeps long steps from widening the posterior.
 
         A kick turns u by less than its length times the gradient, since u turns no further than to
         e. The leapfrog then acts as if the temperature were higher by (1 + 2 / d) k^2 / 12, where
         k^2 is the mean square of eps |g| / d. In a round Gaussian with isotropic noise this is the
         leading error of the variances at the ends of steps. `"minimal_norm"` hardly has one.
-
-        Args:
-            step_length: eps.
-            rate_square: mean square of |g| / (d - 1), or 0; None for a factor of one.
-            num_parameters: d.
+        `step_length` is eps, `rate_square` the mean square of |g| / (d - 1) where that is known.
         """
-        if rate_square is None or not self.scheme.heat:
+        if rate_square is None or not self.scheme.heat or not isinstance(self.norm, Euclidean):
             return 1.0
         relative = (1 - 1 / num_parameters) ** 2 * (1 + 2 / num_parameters)
         return 1 + self.scheme.heat * relative * jnp.minimum(rate_square * step_length**2, 1)
 
     def last_drift(self, state: MomentumState, inverse_scale: _tree.Scale) -> optax.Updates:
         """Displacement of the drift that ends where a call begins; zero if no step is open."""
-        return self.drift(state.direction, self._length(self.scheme.drifts, state), inverse_scale)
-
-    def pull(self, state: MomentumState, gradient: optax.Updates, sums: Sums) -> Tree:
-        """Return what `close` needs besides inner products of the trees; nothing here."""
-        return None
+        return drift(state.direction, self._length(self.scheme.drifts, state), inverse_scale)
 
     def close(
-        self, state: MomentumState, sums: Sums, pulled: Tree, rate_square: jax.Array | None = None
+        self, state: MomentumState, gradient: Tree, sums: Sums, rate_square: jax.Array | None
     ) -> tuple[Heading, StepEnd]:
         """Kick after the last drift, the end of a step or its middle; none if no step is open.
 
-        For `rate_square` see `kick_factor`.
+        `gradient` is the whitened one. For `rate_square` see `kick_factor`.
         """
         num_parameters, num_drifts = _tree.size(state.direction), len(self.scheme.drifts)
-        before = self.heading(state.moving, sums)
         length = self._length(self.scheme.kicks[1:], state)
         length *= self.kick_factor(state.step_length, rate_square, num_parameters)
+        opening = self._length((*[0.0] * (num_drifts - 1), self.scheme.kicks[0]), state)
         opens_step = state.drift_index % num_drifts == 0
         if num_drifts == 1:
             # The compiler leaves out what would follow inside a step.
             opens_step = jnp.ones_like(opens_step)
-        return self.kick(before, length, num_parameters), StepEnd(
+        given = state.conjugate, state.moving, gradient, sums
+        heading, kinetic_change = self.norm.close(*given, (length, opening))
+        drifted = self._length(self.scheme.drifts, state)
+        return heading, StepEnd(
             is_end=state.drift_index == num_drifts,
             opens_step=opens_step,
-            kinetic_change=self.kinetic_change(before, length, num_parameters),
+            kinetic_change=kinetic_change,
             step_length=state.step_length,
-            turn_rate=turn_rate(sums, before.cosine, num_parameters),
-            cosine=before.cosine,
-            largest_fall=self._length(self.scheme.drifts, state) * before.gradient_norm,
-            turning_norm=float(num_parameters - 1),
+            turn_rate=heading.turn_rate,
+            cosine=sums.cosine(state.moving),
+            largest_fall=drifted * heading.gradient_norm,
+            turning_norm=heading.turning_norm,
+            rate_square=rate_square,
             num_parameters=num_parameters,
         )
 
     def diffuse(
-        self,
-        end: StepEnd,
-        heading: Heading,
-        sums: Sums,
-        rates: tuple[jax.Array, jax.Array, float | jax.Array],
-        temperature: float | jax.Array,
+        self, end: StepEnd, heading: Heading, sums: Sums, measured: Evidence, temperature: Number
     ) -> Heading:
-        """Add explicit isotropic noise where a step has just ended; draw u if the chain is at rest.
+        """Add explicit isotropic noise where a step has just ended; draw p if the chain is at rest.
 
         u <- (u + nu z) / |u + nu z|, nu^2 = (exp(x) - 1) / d, z of covariance I
         (Robnik and Seljak 2024, Fluctuation without dissipation). With the step size eps, and the
-        `rates` R and r at which whole gradients and their change turn u, and F:
+        rates R and r at which whole gradients and their change turn u, and F:
 
         | decoherence_length | x                                                        |
         |--------------------|----------------------------------------------------------|
@@ -298,7 +434,7 @@ class Momentum:
         rule, size = self.decoherence_length, end.num_parameters
         if rule is None:
             return heading
-        turns, changes, forgetting = rates
+        turns, changes, forgetting = measured.rates()
         length = jnp.where(end.is_end, end.step_length, 0)
         if isinstance(rule, str) and rule == "matched":
             diluted = (1 + DILUTION / size) * changes**2
@@ -311,38 +447,15 @@ class Momentum:
         else:
             exponent = 2 * length / rule
         amplitude = jnp.sqrt(jnp.expm1(jnp.minimum(exponent, FORGOTTEN)) / size)
-        amplitude = jnp.where(heading.moving, amplitude, 1)
-
-        def over(product: jax.Array, norm: jax.Array) -> jax.Array:
-            return product / jnp.where(norm > 0, norm, 1)
-
-        along_u = over(sums.noise_dot_direction, heading.old_norm)
-        along_e = -over(sums.noise_dot_whitened, heading.gradient_norm)
-        along_momentum = heading.along_old * along_u + heading.along_descent * along_e
-        square = jnp.where(heading.moving, 1, 0) + amplitude * (
-            2 * along_momentum + amplitude * sums.noise_square
-        )
-        norm = jnp.sqrt(square)
-        return heading._replace(
-            cosine=jnp.clip((heading.cosine + amplitude * along_e) / norm, -1, 1),
-            along_old=heading.along_old / norm,
-            along_descent=heading.along_descent / norm,
-            along_noise=amplitude / norm,
-            moving=jnp.ones_like(heading.moving),
-        )
+        return self.norm.diffuse(heading, amplitude, sums)
 
     def open(
-        self,
-        end: StepEnd,
-        heading: Heading,
-        step_length: jax.Array,
-        rate_square: jax.Array | None = None,
-    ) -> tuple[Heading, jax.Array]:
+        self, end: StepEnd, heading: Heading, step_length: jax.Array
+    ) -> tuple[Heading, Number]:
         """Kick with the first kick of a step, none inside one, and return also its energy, nats."""
         length = self.scheme.kicks[0] * step_length.astype(end.step_length.dtype)
-        length *= self.kick_factor(step_length, rate_square, end.num_parameters)
-        given = heading, jnp.where(end.opens_step, length, 0), end.num_parameters
-        return self.kick(*given), self.kinetic_change(*given)
+        length *= self.kick_factor(step_length, end.rate_square, end.num_parameters)
+        return self.norm.open(heading, jnp.where(end.opens_step, length, 0))
 
     def proceed(
         self, state: MomentumState, heading: Heading, step_length: jax.Array, reject: jax.Array
@@ -361,19 +474,30 @@ class Momentum:
         )
 
     def turn(
-        self, direction: Tree, heading: Heading, whitened: Tree, noise: Tree | None
-    ) -> optax.Updates:
-        """Carry out kicks and noise on the trees, and restore |u| = 1."""
-
-        def over(coefficient: jax.Array, norm: jax.Array) -> jax.Array:
-            return jnp.where(norm > 0, coefficient / jnp.where(norm > 0, norm, 1), 0)
-
-        old = over(heading.along_old, heading.old_norm)
+        self,
+        reject: jax.Array,
+        before: MomentumState,
+        after: MomentumState,
+        heading: Heading,
+        gradient: optax.Updates,
+        noise: optax.Updates | None,
+        params: optax.Params,
+    ) -> MomentumState:
+        """Write the trees of a heading; a rejected call keeps those that were."""
+        along_old = over(heading.along_old, heading.old_norm)
         descent = over(heading.along_descent, heading.gradient_norm)
-        turned = jax.tree.map(lambda u, w: old * u - descent * w, direction, whitened)
+        old = before.direction, before.conjugate
+        p = before.direction if before.conjugate is None else before.conjugate
+        p = jax.tree.map(lambda p, g: along_old * p - descent * g, p, gradient)
         if noise is not None:
-            turned = jax.tree.map(lambda u, z: u + heading.along_noise * z, turned, noise)
-        return jax.tree.map(lambda new, u: new.astype(u.dtype), turned, direction)
+            p = jax.tree.map(lambda p, z: p + heading.along_noise * z, p, noise)
+        new = (p, None) if before.conjugate is None else (heading.velocity, p)
+        new = jax.tree.map(lambda x, like: x.astype(like.dtype), new, old)
+        direction, conjugate = optax.tree.where(reject, old, new)
+        anchor = before.anchor
+        if anchor is not None:
+            anchor = optax.tree.where(after.drift_index == 1, params, anchor)
+        return after._replace(direction=direction, conjugate=conjugate, anchor=anchor)
 
     def displace(
         self,
@@ -392,6 +516,6 @@ class Momentum:
         forth = self._length(self.scheme.drifts, after)
         if before.anchor is None:
             back = -self._length(self.scheme.drifts, before)
-            return self.drift(after.direction, jnp.where(reject, back, forth), inverse_scale)
+            return drift(after.direction, jnp.where(reject, back, forth), inverse_scale)
         back = jax.tree.map(jnp.subtract, step_start(before, params, inverse_scale), params)
-        return optax.tree.where(reject, back, self.drift(after.direction, forth, inverse_scale))
+        return optax.tree.where(reject, back, drift(after.direction, forth, inverse_scale))

@@ -13,7 +13,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +20,10 @@ import optax
 from jax.sharding import AxisType
 from optax.contrib import MuonDimensionNumbers
 
-from optax_smile import _check, _sums, _tree
+from optax_smile import _check, _tree
 from optax_smile._types import Tree, Unchecked
-from optax_smile.stages.evidence import StepEnd, Sums
-from optax_smile.stages.integrator import Momentum, MomentumState
+from optax_smile.stages.integrator import Norm
 
-Norm = Literal["euclidean", "spectral"]
 # Quintic polynomials a s + b s^3 + c s^5, one after the other, take a singular value s of a matrix
 # of Frobenius norm 1 to 1: those between .01 and 1 within 3e-6, smaller ones to less. Each is the
 # best one in the maximum norm for what the one before leaves (as by Amsel et al. 2025, The Polar
@@ -38,148 +35,19 @@ POLYNOMIALS = (
     (1.9562, -1.3375, 0.3838),
     (1.8751, -1.2501, 0.3750),
 )
-# Angle, in radians, of the smallest kick that shows in the velocity: the change after a smaller one
-# is mostly rounding.
-SMALLEST_KICK = 1e-2
-# Most by which a kick raises the log of the momentum's norm.
-LARGEST_GROWTH = 30.0
-
-
-class Pulled(NamedTuple):
-    """The momentum after the kicks of a call, in place of a `Heading`.
-
-    Attributes:
-        momentum: of norm 1, a tree like the parameters.
-        velocity: gradient of its norm, likewise.
-        moving: whether there is a direction after the call.
-        growth: log of the factor by which the kicks lengthen the momentum.
-        closing_growth: log of that of the kick that closes a step.
-        turn_rate: angle per unit length by which the gradient turns the momentum; 0 if unknown.
-    """
-
-    momentum: optax.Updates
-    velocity: optax.Updates
-    moving: jax.Array
-    growth: jax.Array
-    closing_growth: jax.Array
-    turn_rate: jax.Array
 
 
 @dataclass(frozen=True)
-class Spectral(Momentum):
-    """The momentum of this module, without explicit noise.
+class Spectral(Norm):
+    """The norm of this module.
 
     Attributes:
-        where: name of the sampler, for errors.
         matrices: see `smile`.
     """
 
-    is_elementwise = False
     # Half of it for gradients that are noise.
     angle = 0.6
-    where: str = ""
     matrices: Callable[[optax.Params], Tree] | None = None
-
-    def init(self, params: optax.Params, step_length: jax.Array) -> MomentumState:
-        """Start at rest; `direction` is the velocity."""
-        self._axes(params)
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return super().init(params, step_length)._replace(conjugate=zeros)
-
-    def pull(self, state: MomentumState, gradient: optax.Updates, sums: Sums) -> Pulled:
-        """Carry out the kick that closes a step and the one that opens the next, as one.
-
-        Both have the length of the step that ends, so that a call computes one velocity. A kick of
-        length s is p <- p - tau g / (d - 1), and dtau / ds = f(tau), the norm on its way. From the
-        slopes a and b of f at both ends, -<g, v> / (d - 1),
-
-            tau = (exp(a s) - 1) / a,    f(t) = 1 + a t + (b - a) t^2 / (2 tau)
-
-        to second order in s, and to all orders if g is along p. The slopes are the work that drifts
-        along v do, so that the energy stays conserved where v is inexact. With f = <p, v> it would
-        not. Where the chain is at rest, p becomes -g.
-        """
-        num_drifts, rest = len(self.scheme.drifts), _tree.size(state.direction) - 1
-        closing = self._length(self.scheme.kicks[1:], state)
-        opening = self._length((*[0.0] * (num_drifts - 1), self.scheme.kicks[0]), state)
-        slope = -sums.direction_dot_whitened / rest
-
-        def time_of(length: jax.Array) -> jax.Array:
-            exponent = jnp.minimum(slope * length, LARGEST_GROWTH)
-            is_zero = exponent == 0
-            mean = jnp.expm1(exponent) / jnp.where(is_zero, 1, exponent)
-            return length * jnp.where(is_zero, 1, mean)
-
-        time, closing_time = time_of(closing + opening), time_of(closing)
-        factor = jnp.where(state.moving, time / rest, 1)
-
-        def kicked(p: jax.Array, g: jax.Array) -> jax.Array:
-            return (jnp.where(state.moving, p, 0) - factor * g).astype(p.dtype)
-
-        momentum = jax.tree.map(kicked, state.conjugate, gradient)
-        velocity = self.velocity(momentum)
-        pairs = (momentum, velocity), (gradient, velocity)
-        norm, product = _sums.sums([jax.tree.map(jnp.multiply, *pair) for pair in pairs])
-        moving = norm > 0
-        # The square of an angle per length, as |g|^2 / (d - 1)^2 for a Euclidean norm.
-        bend = jnp.maximum(-product / rest - slope, 0) / jnp.where(time > 0, time, 1)
-
-        def growth_at(at: jax.Array) -> jax.Array:
-            return jnp.where(state.moving, jnp.log1p(slope * at + bend * at**2 / 2), 0)
-
-        is_evident = state.moving & (time * jnp.sqrt(sums.whitened_square) >= SMALLEST_KICK * rest)
-        scale = jnp.where(moving, norm, 1)
-        return Pulled(
-            momentum=jax.tree.map(lambda p: (p / scale).astype(p.dtype), momentum),
-            velocity=velocity,
-            moving=moving,
-            growth=growth_at(time),
-            closing_growth=growth_at(closing_time),
-            turn_rate=jnp.where(is_evident, jnp.sqrt(bend), 0),
-        )
-
-    def close(
-        self, state: MomentumState, sums: Sums, pulled: Pulled, rate_square: jax.Array | None = None
-    ) -> tuple[Pulled, StepEnd]:
-        """Describe the part of the kick that closes the step."""
-        _, end = super().close(state, sums, pulled)
-        is_known = pulled.turn_rate > 0
-        turn_rate = jnp.where(is_known, pulled.turn_rate, end.turn_rate)
-        norm = jnp.sqrt(sums.whitened_square) / jnp.where(is_known, pulled.turn_rate, 1)
-        return pulled, end._replace(
-            kinetic_change=(end.num_parameters - 1) * pulled.closing_growth,
-            turn_rate=turn_rate,
-            turning_norm=jnp.where(is_known, norm, end.turning_norm),
-        )
-
-    def diffuse(self, end: StepEnd, heading: Pulled, *given: Unchecked) -> Pulled:
-        """Add no noise: that of a sphere would not keep the cone measure of another norm."""
-        return heading
-
-    def open(
-        self,
-        end: StepEnd,
-        heading: Pulled,
-        step_length: jax.Array,
-        rate_square: jax.Array | None = None,
-    ) -> tuple[Pulled, jax.Array]:
-        """Return the energy of the part of the kick that opens the next step."""
-        change = heading.growth - heading.closing_growth
-        return heading, (end.num_parameters - 1) * change
-
-    def proceed(
-        self, state: MomentumState, heading: Tree, step_length: jax.Array, reject: jax.Array
-    ) -> MomentumState:
-        """Keep the momentum as well, which a rejected call leaves as it was."""
-        after = super().proceed(state, heading, step_length, reject)
-        kept = optax.tree.where(reject, state.conjugate, heading.momentum)
-        return after._replace(conjugate=kept)
-
-    def turn(
-        self, direction: Tree, heading: Pulled, whitened: Tree, noise: Tree | None
-    ) -> optax.Updates:
-        """Return the new velocity."""
-        return heading.velocity
 
     def velocity(self, momentum: optax.Updates) -> optax.Updates:
         """Compute the gradient of the norm, w U V^T or w P / |P|, a tree like the parameters."""
@@ -211,7 +79,7 @@ class Spectral(Momentum):
         if any(sharding.spec) and AxisType.Explicit in sharding.mesh.axis_types:
             rule = "a tree whose matrices are not sharded over explicit axes, with norm='spectral'"
             advice = "Make the mesh with `AxisType.Auto`."
-            _check.fail(self.where, "params", rule, sharding.spec, advice)
+            _check.fail("smile", "params", rule, sharding.spec, advice)
 
     def _axes(self, tree: Tree) -> list[Axes | None]:
         """Find the axes of rows and of columns of each leaf; None for one that is no matrix."""
@@ -227,11 +95,11 @@ class Spectral(Momentum):
         expected = jax.tree.structure(tree, is_leaf=lambda x: x is None)
         if jax.tree.structure(chosen, is_leaf=is_entry) != expected:
             rule = f"a function that returns a tree of the structure {expected}"
-            _check.fail(self.where, "matrices", rule, jax.tree.structure(chosen, is_leaf=is_entry))
+            _check.fail("smile", "matrices", rule, jax.tree.structure(chosen, is_leaf=is_entry))
         nodes = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
         entries = [x for x, node in zip(entries, nodes, strict=True) if node is not None]
         return [
-            _checked(self.where, entry, jax.tree_util.keystr(path), leaf)
+            _checked(entry, jax.tree_util.keystr(path), leaf)
             for entry, (path, leaf) in zip(entries, leaves, strict=True)
         ]
 
@@ -245,19 +113,18 @@ def default_axes(leaf: jax.Array) -> Axes | None:
     return None if leaf.ndim < 2 else (tuple(range(leaf.ndim - 1)), (leaf.ndim - 1,))
 
 
-def _checked(where: str, entry: Unchecked, place: str, leaf: jax.Array) -> Axes | None:
+def _checked(entry: Unchecked, place: str, leaf: jax.Array) -> Axes | None:
     """Check what the user's function says of a leaf, and count axes from the first."""
     if entry is None:
         return None
     rule = f"a function that gives None or MuonDimensionNumbers of different axes at {place}"
     if not isinstance(entry, MuonDimensionNumbers):
-        _check.fail(where, "matrices", rule, _check.show(entry))
+        _check.fail("smile", "matrices", rule, _check.show(entry))
     both = [tuple(x) if isinstance(x, Sequence) else (x,) for x in entry]
     fit = all(isinstance(x, int) and -leaf.ndim <= x < leaf.ndim for x in both[0] + both[1])
     rows, columns = ([x % leaf.ndim for x in axes] for axes in both) if fit else ([], [])
     if not rows or not columns or len({*rows, *columns}) < len(rows) + len(columns):
-        got = f"{entry} for an array of {leaf.ndim} axes"
-        _check.fail(where, "matrices", rule, got)
+        _check.fail("smile", "matrices", rule, f"{entry} for an array of {leaf.ndim} axes")
     return tuple(rows), tuple(columns)
 
 
