@@ -62,24 +62,15 @@ class ThermostatState(NamedTuple):
 
     def stats(self) -> optax_smile.Stats:
         """Return what `optax_smile.stats` and the trace of a run have; NaN for what is unknown."""
-        unknown, none = jnp.full_like(self.thermostat, jnp.nan), jnp.zeros_like(self.num_gradients)
-        no = jnp.zeros_like(self.accepted)
-        integers = "energy_level", "num_rejected", "num_outlying", "num_altered", "num_parameters"
-        flags = "on_its_way", "below_resolution", "is_altered"
-        known = {
-            **dict.fromkeys(optax_smile.Stats._fields, unknown),
-            **dict.fromkeys(integers, none),
-            **dict.fromkeys(flags, no),
-            "accepted": self.accepted,
-            "step_end": self.num_gradients > 0,
-            "is_draw": ~no,
-            "num_nonfinite": self.num_nonfinite,
-            "num_gradients": self.num_gradients,
-            "temperature": jnp.ones_like(self.thermostat),
+        return optax_smile.Stats.of(
+            self.num_gradients,
+            accepted=self.accepted,
+            step_end=self.num_gradients > 0,
+            num_nonfinite=self.num_nonfinite,
+            temperature=jnp.ones_like(self.thermostat),
             # By it `sample` and `stats` find chains with equal noise.
-            "noise_id": self.key[..., 0] ^ self.key[..., -1],
-        }
-        return optax_smile.Stats(**known)
+            noise_id=self.key[..., 0] ^ self.key[..., -1],
+        )
 
     def last_accepted(self, params: Any) -> Any:
         """Return the point before the last update: the next call may still undo that one."""

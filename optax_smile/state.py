@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _paths, _sums, _trace, _tracked, _tree
-from optax_smile._types import Tree, by_identity
+from optax_smile._types import Tree, Unchecked, by_identity
 
 # Format of the states of all samplers. A state of another format cannot be continued.
 STATE_FORMAT = 13
@@ -105,9 +105,15 @@ def no_update(dtype: jnp.dtype, temperature: float | jax.Array) -> LastUpdate:
     )
 
 
+_UNKNOWN: Unchecked = np.nan
+_NONE: Unchecked = 0
+_YES: Unchecked = True
+_NO: Unchecked = False
+
+
 @by_identity
 class Stats(NamedTuple):
-    """Scalars that describe the last call of a sampler, see `stats`.
+    """Scalars that describe the last call of a sampler, see `stats`; defaults if not measured.
 
     Attributes:
         step_size: step size of the current step; after a rejected call, of the next step. That of
@@ -154,29 +160,40 @@ class Stats(NamedTuple):
             have the same key. 0 if the sampler draws none.
     """
 
-    step_size: jax.Array
-    width: jax.Array
-    energy_change: jax.Array
-    energy_mean: jax.Array
-    energy_std: jax.Array
-    energy_level: jax.Array
-    accepted: jax.Array
-    step_end: jax.Array
-    is_draw: jax.Array
-    num_rejected: jax.Array
-    num_nonfinite: jax.Array
-    num_outlying: jax.Array
-    gradient_norm: jax.Array
-    num_gradients: jax.Array
-    temperature: jax.Array
-    change_share: jax.Array
-    descent: jax.Array
-    on_its_way: jax.Array
-    below_resolution: jax.Array
-    num_altered: jax.Array
-    is_altered: jax.Array
-    num_parameters: jax.Array
-    noise_id: jax.Array
+    step_size: jax.Array = _UNKNOWN
+    width: jax.Array = _UNKNOWN
+    energy_change: jax.Array = _UNKNOWN
+    energy_mean: jax.Array = _UNKNOWN
+    energy_std: jax.Array = _UNKNOWN
+    energy_level: jax.Array = _NONE
+    accepted: jax.Array = _YES
+    step_end: jax.Array = _YES
+    is_draw: jax.Array = _YES
+    num_rejected: jax.Array = _NONE
+    num_nonfinite: jax.Array = _NONE
+    num_outlying: jax.Array = _NONE
+    gradient_norm: jax.Array = _UNKNOWN
+    num_gradients: jax.Array = _NONE
+    temperature: jax.Array = _UNKNOWN
+    change_share: jax.Array = _UNKNOWN
+    descent: jax.Array = _UNKNOWN
+    on_its_way: jax.Array = _NO
+    below_resolution: jax.Array = _NO
+    num_altered: jax.Array = _NONE
+    is_altered: jax.Array = _NO
+    num_parameters: jax.Array = _NONE
+    noise_id: jax.Array = _NONE
+
+    @classmethod
+    def of(cls, num_gradients: jax.Array, **known: jax.Array) -> Stats:
+        """Make statistics with the shape of a counter; those that are not given have defaults."""
+        array = jnp if isinstance(num_gradients, jax.Array) else np
+        kinds = {float: np.float32, int: np.int32, bool: np.bool_}
+        others = {
+            name: array.full_like(num_gradients, value, kinds[type(value)])
+            for name, value in cls._field_defaults.items()
+        }
+        return cls(**others | {"num_gradients": num_gradients} | known)
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<17} {value}" for name, value in self._asdict().items())

@@ -114,11 +114,7 @@ class StubState(NamedTuple):
     gradients_per_step = 1
 
     def stats(self) -> optax_smile.Stats:
-        known: dict[str, Any] = dict.fromkeys(optax_smile.Stats._fields, 0.0 * self.num_gradients)
-        flags = {"on_its_way": 0, "below_resolution": 0, "is_altered": 0}
-        flags |= {"is_draw": 1, "accepted": 1, "step_end": 1}
-        known |= {name: (self.num_gradients >= 0) == is_set for name, is_set in flags.items()}
-        return optax_smile.Stats(**known | {"num_gradients": self.num_gradients})
+        return optax_smile.Stats.of(self.num_gradients)
 
     def last_accepted(self, params: Any) -> Any:
         return params

@@ -25,15 +25,8 @@ class OptimizerState(NamedTuple):
 
     def stats(self) -> Stats:
         """Return the statistics of an optimizer; NaN for step size and energies."""
-        unknown = jnp.full(self.num_gradients.shape, jnp.nan, jnp.float32)
-        none, no = jnp.zeros_like(self.num_gradients), jnp.zeros_like(self.accepted)
-        known = dict.fromkeys(Stats._fields, unknown) | {"energy_level": jnp.ones_like(none)}
-        known |= dict.fromkeys(("num_rejected", "num_outlying", "num_altered"), none)
-        known |= dict.fromkeys(("num_parameters", "noise_id"), none)
-        known |= dict.fromkeys(("on_its_way", "below_resolution", "is_altered"), no)
-        known |= {"accepted": self.accepted, "step_end": ~no, "is_draw": ~no}
-        known |= {"num_nonfinite": self.num_nonfinite, "num_gradients": self.num_gradients}
-        return Stats(**known)
+        own = {"accepted": self.accepted, "num_nonfinite": self.num_nonfinite}
+        return Stats.of(self.num_gradients, energy_level=jnp.ones_like(self.num_gradients), **own)
 
     def last_accepted(self, params: optax.Params) -> Tree:
         """Return the iterate itself."""

@@ -56,7 +56,7 @@ class ChainState(NamedTuple):
         sizes = [math.prod(x.shape[number.ndim :]) for x in jax.tree.leaves(self.like_params)]
         array = jnp if isinstance(number, jax.Array) else np
         size: Tree = array.full_like(number, min(sum(sizes), _check.LARGEST_WHOLE))
-        return Stats(
+        return Stats.of(
             num_rejected=self.guardrail.num_rejected,
             num_nonfinite=self.guardrail.num_nonfinite,
             num_altered=self.probe.num_altered,

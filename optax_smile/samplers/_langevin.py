@@ -86,14 +86,7 @@ class LangevinState(NamedTuple):
 
     def stats(self) -> Options:
         """Return what only the dynamics know of `Stats`."""
-        unknown = jnp.full_like(self.step_length, jnp.nan)
-        unmeasured = "energy_mean", "energy_std", "change_share", "descent", "width"
-        return {
-            "step_size": self.step_length,
-            "num_outlying": jnp.zeros_like(self.step_length, jnp.int32),
-            "on_its_way": jnp.zeros_like(self.step_length, bool),
-            **dict.fromkeys(unmeasured, unknown),
-        }
+        return {"step_size": self.step_length}
 
     def last_accepted(self, params: optax.Params) -> Tree:
         """Start of the open step."""

@@ -73,12 +73,11 @@ class MicrocanonicalState(NamedTuple):
     def stats(self) -> Options:
         """Return what only the dynamics know of `Stats`."""
         history, matrix = self.evidence, getattr(self.preconditioner, "matrix", None)
-        width = jnp.full_like(self.momentum.step_length, jnp.nan)
+        width = {}
         if matrix is not None and matrix.entries is not None:
-            width = matrix.last_width
-        return {
+            width["width"] = matrix.last_width
+        return width | {
             "step_size": self.momentum.step_length,
-            "width": width,
             "energy_mean": history.energies.energy_mean,
             "energy_std": history.energies.energy_std,
             "num_outlying": history.turns.num_outlying,
@@ -192,19 +191,22 @@ class Microcanonical(Dynamics):
         if noise is not None and _noise.has_signs(noise):
             square = jnp.full_like(sums.noise_square, _tree.size(noise))
             sums = sums._replace(noise_square=square)
-        if isinstance(inverse_scale, _tree.Matrix):
-            moved = probe.entries(self.momentum.last_drift(before, inverse_scale), places)
-        else:
-            few = before._replace(direction=probe.entries(before.direction, places))
-            few_scales = None if inverse_scale is None else probe.entries(inverse_scale, places)
-            moved: Tree = self.momentum.last_drift(few, few_scales)
         width, rate_square = self.preconditioner.width(scaling), None
         if width is not None:
             square = state.dynamics.evidence.changes.mean_gradient_square
             rate_square = jnp.where(jnp.isfinite(width), square, 0)
         heading, end = self.momentum.close(before, whitened, sums, rate_square)
-        arrived = probe.entries(params, places)
+        arrived, moved = probe.entries(params, places), self._moved(before, inverse_scale, places)
         return Reading(sums, sketch, fingerprint, arrived, moved, noise, key, heading, end)
+
+    def _moved(self, before: MomentumState, inverse_scale: Tree, places: Tree) -> list[jax.Array]:
+        """How far the last drift moved the entries that `probe` compares; XLA stores no drift."""
+        if isinstance(inverse_scale, _tree.Matrix):
+            return probe.entries(self.momentum.last_drift(before, inverse_scale), places)
+        few = before._replace(direction=probe.entries(before.direction, places))
+        few_scales = None if inverse_scale is None else probe.entries(inverse_scale, places)
+        moved: Tree = self.momentum.last_drift(few, few_scales)
+        return moved
 
     def decide(self, call: Call, state: ChainState, reading: Reading) -> Decision:
         """Accept or reject the step that ends here, and choose the next one; no large arrays."""
