@@ -187,7 +187,10 @@ samplers/_transformation.py test_langevin.py test_sampling.py test_local.py faul
 samplers/* test_langevin.py
 potential.py test_reference.py test_potential.py test_contract.py
 state.py test_wrappers.py test_objects.py test_rejections.py
-_tree.py test_noise.py test_reference.py test_step_cost.py
+_packed.py test_contract.py faults/test_trees.py
+_joined.py test_noise.py test_reference.py faults/test_trees.py
+_places.py test_noise.py test_reference.py
+_sums.py test_noise.py test_reference.py test_step_cost.py
 diagnostics/* test_diagnostics.py test_what_to_trust.py
 metrics.py test_metrics.py
 draws/predict.py test_predict.py devices/test_predict_on_meshes.py
@@ -254,7 +257,7 @@ Evidence.rates: otherwise 1: matched noise by whole gradients
 OpenStep.advance: left 1: prior's change over the first of two drifts forgotten
 SHARE, LONGEST_AVERAGE: double 2: averages stand still in the end
 # stages/probe.py
-look: argument 10: what arrives elsewhere is not counted
+look: argument 9: what arrives elsewhere is not counted
 look: otherwise 4: a rejected step looks altered
 look: inverse 14: either condition makes parameters altered
 WINDOW, MOST_ALTERED, LEAST_ALTERED: double 1: what is altered now and then is no matter
@@ -295,6 +298,14 @@ Checkpoints.place: never 1: a checkpoint of another format is read
 KEPT: halve 0: the newest checkpoint is kept alone
 DirectoryRun.checkpoint: skip 0: a checkpoint does not wait for the draws before it
 DirectoryRun._find: right 4: a resumed run forgets at which steps its draws are
+# _packed.py
+State._replace: never 0: a packed scalar is set without effect
+pack: then 1: a scalar is rounded to the precision of others
+# _joined.py
+_places_of: left 0: joined leaves share their random numbers
+choose: left 1: leaves of two precisions are joined
+# _places.py
+Place.through: left 0: leaves share their random numbers
 # draws/_format.py
 read_manifest: never 1: an older format is read
 find: inverse 2: draws of some chains count as whole

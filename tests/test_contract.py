@@ -316,3 +316,28 @@ def test_the_papers_samplers(name, no_jit):
         params, expected = (follow(tx, PARAMS, GRADIENTS[:2])[0] for tx in samplers)
         assert_equal(params, expected)
         assert all_moved(params)
+
+
+class Tally(NamedTuple):
+    """State of a tuner with a name of the scale's state, in half precision."""
+
+    step_size_factor: jax.Array
+    mean: jax.Array
+
+
+class Counting(optax_smile.Tuner):
+    def init(self, dtype):
+        return Tally(jnp.ones((), dtype), jnp.zeros((), jnp.float16))
+
+    def update(self, state, evidence):
+        return state._replace(mean=state.mean + 1)
+
+
+def test_states_keep_the_precision_of_every_number():
+    tx: Any = optax_smile.psmile(0.1, num_data=100, tuner=Counting(), key=0)
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    assert (state._asdict()["tuner.mean"], state._asdict()["tuner.mean"].dtype) == (1, "float16")
+    with jax.enable_x64():
+        tree: Any = [jnp.ones(200, f"float{x}") for x in (32, 64, 32, 64)]
+        updates, _ = step = tx.update(tree, tx.init(tree), tree)
+        assert types(updates) == types(tree) and types(step[1]) == types(tx.init(tree))
