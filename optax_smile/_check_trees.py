@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_smile import _check, _tree
-from optax_smile._types import Tree
+from optax_smile._types import Tree, Unchecked
 
 # The sampler keeps full-precision parameters: 1 + 1e-3 is 1 in bfloat16 and float16.
 PRECISIONS = (jnp.float32, jnp.float64)
@@ -62,3 +62,11 @@ def check_alike(where: str, argument: str, tree: Tree, expected: Tree, expected_
             at = jax.tree_util.keystr(path) or "the only leaf"
             rule = f"of shape {np.shape(want)} at {at}, as {expected_name}"
             _check.fail(where, argument, rule, np.shape(leaf))
+
+
+def check_structure(where: str, argument: str, tree: Unchecked, known: Tree, name: str):
+    """Require the structure of `known`, with None as a leaf."""
+    own, other = (jax.tree.structure(x, is_leaf=lambda y: y is None) for x in (tree, known))
+    if own != other:
+        rule = f"a tree of the structure of {name}, {jax.tree.structure(known)}"
+        _check.fail(where, argument, rule, jax.tree.structure(tree))

@@ -40,7 +40,7 @@ def isotropic_like(key: jax.Array, tree: Tree, places: Tree) -> Tree:
     words = jax.random.key_data(key).reshape(-1)
 
     def signs(leaf: jax.Array, place: _places.Place) -> jax.Array:
-        return _signs_like(place.through(leaf, words[0]), words[1], leaf)
+        return _noise_signs(place.through(leaf, words[0]), words[1], leaf)
 
     return jax.tree.map(signs, tree, places)
 
@@ -50,7 +50,7 @@ def has_signs(tree: Tree) -> bool:
     return _tree.size(tree) >= SMALLEST_NETWORK
 
 
-def _signs_like(bits: jax.Array, second: jax.Array, leaf: jax.Array) -> jax.Array:
+def _noise_signs(bits: jax.Array, second: jax.Array, leaf: jax.Array) -> jax.Array:
     """Draw random signs by a hash of a random number and the numbers of the entries.
 
     Source: Wellons 2018, "triple32", a mixing of 32 bits by three multiplications. With two

@@ -54,7 +54,9 @@ def sums_and_sketch(
         sketch = []
         if is_shared(leaves[0]):
             shared.append(leaves)
-            sketch = [] if large is None else [jnp.sum(*_split(x)) for x in _signed(large, place)]
+            sketch = (
+                [] if large is None else [jnp.sum(*_split(x)) for x in _fixed_signs(large, place)]
+            )
         elif leaves[0].size:
             totals, sketch = _block_sums(leaves, large, place)
             parts.append(totals)
@@ -82,7 +84,7 @@ def fingerprint_of(square: jax.Array, product: jax.Array) -> jax.Array:
 
 def signed(tree: Tree, places: Tree) -> Tree:
     """Multiply every entry by a random sign, the same in every call."""
-    return jax.tree.map(lambda leaf, place: _signed(leaf, place)[0], tree, places)
+    return jax.tree.map(lambda leaf, place: _fixed_signs(leaf, place)[0], tree, places)
 
 
 def empty_sketch(tree: Tree) -> Tree:
@@ -155,7 +157,7 @@ def _block_sums(
     """Sum blocks of arrays of one shape, `[block]` for each of them, and sketch another array."""
     if leaves[0].size < SMALLEST_NUMBER:
         return reduce(jnp.add, [jnp.ravel(x)[None] for x in leaves], (1,)), []
-    signed = () if sketched is None else _signed(sketched, place)
+    signed = () if sketched is None else _fixed_signs(sketched, place)
     blocks, (axes, *_) = zip(*map(_split, (*leaves, *signed)), strict=True)
     totals = reduce(jnp.add, blocks, axes)
     sums, sketch = [jnp.ravel(x) for x in totals[: len(leaves)]], totals[len(leaves) :]
@@ -178,7 +180,7 @@ def _combine(function: Callable) -> Callable:
     return functools.partial(jax.tree.map, function)
 
 
-def _signed(leaf: jax.Array, place: _places.Place) -> list[jax.Array]:
+def _fixed_signs(leaf: jax.Array, place: _places.Place) -> list[jax.Array]:
     """Multiply by `NUM_SIGNS` random signs, which depend only on the place inside a leaf."""
     bits = place.inside(leaf) * np.uint32(0x9E3779B9)
     bits = (bits ^ (bits >> 15)) * np.uint32(0x2C1B3C6D)

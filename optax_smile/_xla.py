@@ -25,7 +25,7 @@ def fence(tree: Tree) -> Tree:
     )
 
 
-def after(condition: jax.Array, *others: jax.Array) -> jax.Array:
+def known_after(condition: jax.Array, *others: jax.Array) -> jax.Array:
     """Return a condition that is known only after other numbers, none of them NaN, are computed.
 
     What is selected by it is written later. Else XLA copies what the numbers are computed from:
@@ -37,13 +37,13 @@ def after(condition: jax.Array, *others: jax.Array) -> jax.Array:
 def replace(
     condition: jax.Array, new: optax.Updates, old: optax.Updates, *others: optax.Updates
 ) -> optax.Updates:
-    """Select a new tree where a condition holds, `after` others were computed from the old one.
+    """Select a new tree where a condition holds, after others were computed from the old one.
 
     Else the old one is copied: `psmile` keeps 1.11 temporary arrays instead of 0.12.
     """
 
     def leaf(x, y, *others):
-        return jnp.where(after(condition, *others), x, y).astype(y.dtype)
+        return jnp.where(known_after(condition, *others), x, y).astype(y.dtype)
 
     return jax.tree.map(leaf, new, old, *others)
 

@@ -220,7 +220,7 @@ class Microcanonical(Dynamics):
         is_finite = error.all_finite & (base >= 0)
         guard, reject = rejection.judge(state.guardrail, is_finite, is_outlier, call.reject)
         probed = probe.look(state.probe, reading.arrived, reading.moved, reject)
-        reject = _xla.after(reject, probed.altered_share)
+        reject = _xla.known_after(reject, probed.altered_share)
 
         # Add the gradient to the averages, and choose the length of the next step.
         num_gradients = state.last_update.num_gradients

@@ -358,8 +358,8 @@ def select(
     The gradients are None for leaves that do not move. The parameters may have any leaves besides
     the candidates `known`.
     """
-    _check_structure(where, "params", params, known, OF_INIT)
-    _check_structure(where, "updates", updates, known, "params")
+    _check_trees.check_structure(where, "params", params, known, OF_INIT)
+    _check_trees.check_structure(where, "updates", updates, known, "params")
     candidates = jax.tree_util.tree_leaves_with_path(known, is_leaf=_is_none)
     gradients = jax.tree.leaves(updates, is_leaf=_is_none)
     for (path, candidate), gradient in zip(candidates, gradients, strict=True):
@@ -411,13 +411,6 @@ def take_over(state: Tree, fresh: Tree) -> Tree:
 def only(tree: Tree, other: Tree) -> Tree:
     """Put None in the place of leaves where another tree has None."""
     return jax.tree.map(lambda x, y: None if y is None else x, tree, other, is_leaf=_is_none)
-
-
-def _check_structure(where: str, argument: str, tree: Unchecked, known: optax.Params, name: str):
-    """Require the structure of `known`, with None as a leaf."""
-    if jax.tree.structure(tree, is_leaf=_is_none) != jax.tree.structure(known, is_leaf=_is_none):
-        rule = f"a tree of the structure of {name}, {jax.tree.structure(known)}"
-        _check.fail(where, argument, rule, jax.tree.structure(tree))
 
 
 def _place(path: Tree) -> str:

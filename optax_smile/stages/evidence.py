@@ -77,7 +77,7 @@ def measure(
     """Sum the terms of all inner products of a call, by name, in one pass over memory.
 
     Returns also a sketch of the whitened gradient, and the fingerprint of the gradient that the
-    loop passed (see `_tree`).
+    loop passed (see `_sums`).
     """
     marks = [_sums.signed(updates if passed is None else passed, places)]
     if passed is not None:

@@ -180,7 +180,7 @@ class Norm:
         return jax.tree.map(jnp.zeros_like, params)
 
     def close(
-        self, momentum: Tree, moving: jax.Array, gradient: Tree, sums: Sums, lengths: Lengths
+        self, momentum: Tree, moving: jax.Array, whitened: Tree, sums: Sums, lengths: Lengths
     ) -> tuple[Heading, jax.Array]:
         """Kick after a drift, and return also the energy that this adds, nats.
 
@@ -199,12 +199,12 @@ class Norm:
         Args:
             momentum: p after the last call, see `init`.
             moving: False for a chain at rest, which has no momentum.
-            gradient: g, in the coordinates of the chain.
+            whitened: gradient g in the coordinates of the chain.
             sums: products of g, the velocity and the noise.
             lengths: of this kick, and of the opening one if its step is as long as the last; 0 for
                 no kick.
         """
-        rest, (closing, opening) = _tree.size(gradient) - 1, lengths
+        rest, (closing, opening) = _tree.size(whitened) - 1, lengths
         slope = -sums.direction_dot_whitened / rest
 
         def time_of(length: jax.Array) -> jax.Array:
@@ -215,9 +215,9 @@ class Norm:
 
         time, closing_time = time_of(closing + opening), time_of(closing)
         old, factor = jnp.where(moving, 1, 0), jnp.where(moving, time / rest, 1)
-        new = jax.tree.map(lambda p, g: (old * p - factor * g).astype(p.dtype), momentum, gradient)
+        new = jax.tree.map(lambda p, g: (old * p - factor * g).astype(p.dtype), momentum, whitened)
         velocity = self.velocity(new)
-        pairs = (new, velocity), (gradient, velocity)
+        pairs = (new, velocity), (whitened, velocity)
         norm, product = _sums.sums([jax.tree.map(jnp.multiply, *pair) for pair in pairs])
         scale, size = jnp.where(norm > 0, norm, 1), jnp.sqrt(sums.whitened_square)
         # The square of an angle per length, as |g|^2 / (d - 1)^2 for a Euclidean norm.
@@ -266,10 +266,10 @@ class Euclidean(Norm):
         """Keep no other tree."""
 
     def close(
-        self, momentum: None, moving: jax.Array, gradient: Tree, sums: Sums, lengths: Lengths
+        self, momentum: None, moving: jax.Array, whitened: Tree, sums: Sums, lengths: Lengths
     ) -> tuple[Heading, jax.Array]:
         """Kick as `open` does."""
-        cosine, rest = sums.cosine(moving), _tree.size(gradient) - 1
+        cosine, rest = sums.cosine(moving), _tree.size(whitened) - 1
         before = Heading(
             moving=moving,
             turn_rate=turn_rate(sums, moving, rest),
@@ -380,11 +380,11 @@ class Momentum:
         return drift(state.direction, self._length(self.scheme.drifts, state), inverse_scale)
 
     def close(
-        self, state: MomentumState, gradient: Tree, sums: Sums, rate_square: jax.Array | None
+        self, state: MomentumState, whitened: Tree, sums: Sums, rate_square: jax.Array | None
     ) -> tuple[Heading, StepEnd]:
         """Kick after the last drift, the end of a step or its middle; none if no step is open.
 
-        `gradient` is the whitened one. For `rate_square` see `kick_factor`.
+        For `rate_square` see `kick_factor`.
         """
         num_parameters, num_drifts = _tree.size(state.direction), len(self.scheme.drifts)
         length = self._length(self.scheme.kicks[1:], state)
@@ -394,7 +394,7 @@ class Momentum:
         if num_drifts == 1:
             # The compiler leaves out what would follow inside a step.
             opens_step = jnp.ones_like(opens_step)
-        given = state.conjugate, state.moving, gradient, sums
+        given = state.conjugate, state.moving, whitened, sums
         heading, kinetic_change = self.norm.close(*given, (length, opening))
         drifted = self._length(self.scheme.drifts, state)
         return heading, StepEnd(
@@ -479,7 +479,7 @@ class Momentum:
         before: MomentumState,
         after: MomentumState,
         heading: Heading,
-        gradient: optax.Updates,
+        whitened: optax.Updates,
         noise: optax.Updates | None,
         params: optax.Params,
     ) -> MomentumState:
@@ -488,7 +488,7 @@ class Momentum:
         descent = over(heading.along_descent, heading.gradient_norm)
         old = before.direction, before.conjugate
         p = before.direction if before.conjugate is None else before.conjugate
-        p = jax.tree.map(lambda p, g: along_old * p - descent * g, p, gradient)
+        p = jax.tree.map(lambda p, g: along_old * p - descent * g, p, whitened)
         if noise is not None:
             p = jax.tree.map(lambda p, z: p + heading.along_noise * z, p, noise)
         new = (p, None) if before.conjugate is None else (heading.velocity, p)

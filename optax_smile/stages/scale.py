@@ -91,7 +91,7 @@ class Preconditioner:
             gradient: of the energy U, nats per unit of the parameters.
             weight: the weight of this gradient: `trust` in [0, 1], whether it `counts`, whether
                 averages `restart`, and the squared norm of the deviation, `square`.
-            direction: the new momentum, computed with the scale of `state`.
+            direction: the new direction of the chain, computed with the scale of `state`.
             drift: how far the chain has moved since the last call, in the coordinates of `state`;
                 0 if the call is rejected.
         """
