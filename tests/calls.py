@@ -18,7 +18,7 @@ from public_samplers import valid_arguments
 from test_imports import public_objects
 
 import optax_smile
-from optax_smile import Likelihood, Predictor, Snapshots, local
+from optax_smile import Likelihood, Predictor, Snapshots
 
 KEY = jax.random.key(0)
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
@@ -33,7 +33,7 @@ SAMPLER = optax_smile.smile(1e-2, num_data=10, decoherence_length=None)
 # classes that scikit-learn checks: `test_estimators.py`.
 NOT_CALLED = """Outcome Prediction Selection StoredSnapshots diagnostics.Check diagnostics.Summary
 ArgumentError CheckReport RecordedSampler Stats Preconditioner Tuner metrics.Reliability
-metrics.RiskCoverage local.PrecisionSearch interop.NumpyroModel interop.estimators
+metrics.RiskCoverage interop.NumpyroModel interop.estimators
 tall.Center scale_by_gradient_noise""".split()
 
 
@@ -76,7 +76,7 @@ def values(path) -> dict[str, Any]:
     given = {"key": KEY, "params": PARAMS, "state": states[0], "sampler": SAMPLER, "value": 1.0}
     given |= {"loss_fn": loss_fn, "batches": BATCHES, "batch": VECTOR, "optimizer": optax.sgd(0.1)}
     given |= {"num_data": 10, "num_warmup": 0, "num_draws": 3, "num_steps": 1, "thin": 1}
-    given |= {"num_members": 2, "num_epochs": 1, "patience": 1, "max_runs": 1, "every": 2}
+    given |= {"num_members": 2, "num_epochs": 1, "patience": 1, "every": 2}
     given |= {"number": 2, "num_chains": 2, "jitter": 0.1, "weights": [PARAMS] * 2, "max_inputs": 9}
     given |= {"init_fn": lambda key: {"w": jax.random.normal(key, (3,)), "b": jnp.ones(1)}}
     given |= {"candidates": {"sgld": SAMPLER, "sgd": optax.sgd(0.1)}, "updates": PARAMS}
@@ -95,7 +95,7 @@ def values(path) -> dict[str, Any]:
         "check": {"params": {"w": jnp.ones(3), "b": jnp.ones(1)}, "batch": BATCHES, "state": None},
         "warmstart": {"validation": jnp.ones(3), "optimizer": optax.adam(0.01)},
         "local.network_candidates": {"params": CHAINS, "loss_fn": bowl},
-        "local.local_precision": {"loss_fn": bowl, "make_sampler": partial(optax_smile.sgld, 1e-6)},
+        "local.curvature_precision": {"params": CHAINS, "loss_fn": bowl},
         **dict.fromkeys(("tall.find_mode", "tall.center_at"), TALL),
         **dict.fromkeys(("tall.control_variate", "tall.stored"), {"loss_fn": bowl}),
         "Predictor.update": {"params": PARAMS | {"w": jnp.ones(3)}},
@@ -139,13 +139,10 @@ def valid_calls(path) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     given = values(path)
     snapshots, whole = given["snapshots"], (CHAINS, BATCHES, given["sampler"])
     noise, run = optax_smile.scale_by_gradient_noise(), optax_smile.Run(loss_fn, *whole, key=KEY)
-    found = *[np.ones(1)] * 5, *[1.0] * 4, partial(optax_smile.sgld, 1e-6)
-    search = local.PrecisionSearch._make(found)
     called: dict[str, Any] = {name: f for name, f in public_objects() if name not in NOT_CALLED}
     called |= {"Run.advance": run.advance, "Run.draws": run.draws, "choose": snapshots.choose}
     called |= {"thinned": optax_smile.load_snapshots(path).thinned}
     called |= {"Predictor.update": Predictor(apply_fn, INPUTS, likelihood="categorical").update}
-    called |= {"PrecisionSearch.sampler": search.sampler}
     called |= {f"Snapshots.{x}": getattr(Snapshots, x) for x in ("from_members", "from_draws")}
     bridge = optax_smile.interop.from_numpyro(model, VECTOR, num_data=10)
     called |= {f"NumpyroModel.{x}": getattr(bridge, x) for x in ("constrain", "to_arviz", "sample")}

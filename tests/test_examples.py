@@ -1,5 +1,6 @@
 """Every example runs in seconds and prints what it says; formulas of some against closed forms."""
 
+import functools
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import compare
 import jax
 import jax.numpy as jnp
 import learning_coefficient
+import local_precision
 import mile
 import numpy as np
 import own_norm
@@ -32,6 +34,7 @@ SMOKE = {
     "quickstart --sampler smile --step-size 0.1 --output {0}/page.html": (CLASSES, "smile"),
     "uci --data diabetes --directory {0}": ("test set LPPD RMSE CRPS", "psmile", "report: {0}"),
     "multi_device --data 2 --directory {0}": ("mesh: {{'chain': 4, 'data': 2}} of 8", "psmile: "),
+    "local_precision": ("By curvature: prior precision", "precision excess", "Prior precision"),
     "lora --sampler smile": ("held-out text LPPD perplexity", "MAP", "smile, partition"),
     f"lenet {RUN}": (CLASSES, "psmile", "report: "),
     f"resnet {RUN}": (CLASSES, "psmile", "report: "),
@@ -195,6 +198,29 @@ def test_learning_coefficient_of_a_sum_of_powers(power, expected):
     error = found.trace.mean(axis=1).std(ddof=1) / 2
     assert abs(found.trace.mean() - expected) < 4.5 * error < 0.2 * expected
     assert found.findings == () and "Nothing looks wrong" in str(found)
+
+
+@pytest.mark.nightly
+def test_local_precision_has_the_allowed_excess():
+    """A quadratic loss that narrows the draws, in closed form, and a line with some curvature."""
+    curvatures, start, batches = jnp.geomspace(1e-2, 3, 400), jnp.ones(400), [np.zeros(1)] * 2
+    bowl = lambda w, batch: jnp.sum(curvatures * (w - 1) ** 2) / 2 + 0.3  # noqa: E731
+    slope = lambda w, batch: jnp.sum(w) + jnp.sum(w**2) / 20  # noqa: E731
+
+    def found(loss_fn, step_size, **options):
+        make_sampler = functools.partial(optax_smile.sgld, step_size)
+        given: Any = {"allowed": 0.1, "key": 0, "make_sampler": make_sampler} | options
+        return local_precision.search(loss_fn, start, batches, **given)
+
+    narrow = found(bowl, 2e-4, num_data=200, temperature=0.5)
+    exact = np.sum(curvatures / (200 * curvatures + narrow.prior_precision)) / 4
+    assert len(narrow.precisions) > 1 and exact == pytest.approx(0.1, rel=0.4)
+    assert f"Prior precision {narrow.prior_precision:.3g}" in str(narrow)
+    assert "came close" not in str(narrow) and "came close" in str(narrow._replace(allowed=9.0))
+    down = found(slope, 1e-3, num_data=1)
+    assert down.loss.max() < down.start_loss and down.excess[-1] == pytest.approx(0.1, rel=0.25)
+    with pytest.raises(ValueError, match="grows around the weights"):
+        found(lambda w, batch: 0 * jnp.sum(w), 1e-3, num_data=1)
 
 
 @pytest.mark.nightly

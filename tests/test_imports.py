@@ -75,7 +75,7 @@ ROOMS = {
     "diagnostics": {"state", "draws"},
     "metrics": {"draws"},
     "plots": {"draws", "metrics"},
-    "local": {"chains", "draws", "potential", "samplers", "stages"},
+    "local": {"chains", "potential", "samplers", "stages"},
     "tall": {"chains", "potential"},
     "report": {"draws", "diagnostics", "metrics", "plots"},
     "interop": {"chains", "diagnostics", "draws", "samplers", "stages", "state", "tall"},

@@ -4,7 +4,7 @@ A perceptron with two hidden layers on Fashion-MNIST, 54,000 images, at each of 
 networks trained with AdamW and stopped early, a `psmile` chain from each. One run answers for two
 budgets: its draws from 1,000 to 3,000 gradients, and from 4,000 to 12,000. Scores on 2,000 test
 images. Priors: N(0, 1) on each weight; variances by the number of inputs of each weight; around the
-start, with the precision of `local_precision`. "cold" is `cold_temperature` under
+start, with the precision of `examples/local_precision.py`. "cold" is `cold_temperature` under
 N(0, 1). "training on" is AdamW at 1e-3 instead of a chain; its angle is ignored.
 
     python benchmarks/prediction/ladder.py --sizes 1e4 1e5 1e6 --output out/ladder.jsonl
@@ -23,6 +23,7 @@ import data
 import experiment
 import jax
 import jax.numpy as jnp
+import local_precision
 import models
 import numpy as np
 import optax
@@ -61,12 +62,10 @@ def prior_of(name: str, task: Experiment, start: Any, seed: int) -> dict[str, An
     if name == "fan in":
         return {"prior_precision": local.fan_in_precision(one)}
     few = [tuple(x[i : i + 1_000] for x in task.splits.train) for i in range(0, NUM_SEARCH, 1_000)]
-    search = local.local_precision(
-        task.mean_loss, one, few, num_data=task.num_data, key=seed, check=False, progress=False
-    )
+    found = local_precision.search(task.mean_loss, one, few, num_data=task.num_data, key=seed)
     return {
         "prior_mean": "start",
-        "prior_precision": search.prior_precision,
+        "prior_precision": found.prior_precision,
         "decoherence_length": "turning",
     }
 

@@ -17,6 +17,7 @@ from benchmarks.prediction.network_cells import ENSEMBLE
 import experiment
 import jax
 import lenet
+import local_precision
 import models
 import nanogpt
 import numpy as np
@@ -65,7 +66,7 @@ def around(cell: records.Cell, settings: Settings, work: Path) -> dict[str, Any]
         task, start = load(cell["task"], settings), warm_member(cell, settings, 0, work)
         end = min(2_000, len(task.splits.train[0]))
         few = [tuple(x[i : i + 500] for x in task.splits.train) for i in range(0, end, 500)]
-        search = optax_smile.local.local_precision(
+        found = local_precision.search(
             task.mean_loss,
             jax.tree.map(lambda x: x[0], start),
             few,
@@ -73,10 +74,8 @@ def around(cell: records.Cell, settings: Settings, work: Path) -> dict[str, Any]
             allowed=allowed,
             num_chains=1,
             key=cell["seed"],
-            check=False,
-            progress=False,
         )
-        path.write_text(json.dumps(search.prior_precision))
+        path.write_text(json.dumps(found.prior_precision))
     precision = {"prior_mean": "start", "prior_precision": json.loads(path.read_text())}
     return precision | {"decoherence_length": "turning"}
 

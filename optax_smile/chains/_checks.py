@@ -33,7 +33,7 @@ NEARLY_EQUAL = 1.1  # Ratio of the sizes of batches that weight their examples a
 NUM_DATA = "Set it to the number of terms of the mean loss over all data: examples, or tokens."
 SUMMED = "`loss_fn` looks like a sum over the examples: divide by their number."
 UNEQUAL = "Drop the smaller batch: a mean loss counts its examples more than those of a large one."
-TOO_FEW = "Too many parameters for these data: see `optax_smile.local.local_precision`."
+TOO_FEW = "Too many parameters for these data: see `optax_smile.local.curvature_precision`."
 PASS = "Pass each example once, in one pass: none dropped, repeated or augmented."
 USABLE = "an iterable of batches, numeric arrays with examples, all of the same structure"
 

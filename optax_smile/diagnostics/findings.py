@@ -88,10 +88,10 @@ ADVICE = {
     " more modes.",
     "chains differ": "more draws or a larger thin, if longer chains would agree. Otherwise treat"
     " them as different modes: average over all chains, and do not trust a single one.",
-    "worse than the start": "a stronger prior around the start (`local.local_precision` chooses"
-    " one) or a lower temperature, if you want to sample around trained weights. Otherwise compare"
-    " the average of the draws with the start on held-out data: with many parameters for few"
-    " examples, single draws are worse than their average.",
+    "worse than the start": "a stronger prior around the start (`local.curvature_precision`"
+    " computes one) or a lower temperature, if you want to sample around trained weights. Otherwise"
+    " compare the average of the draws with the start on held-out data: with many parameters for"
+    " few examples, single draws are worse than their average.",
     "rejected steps": "{shorter}, larger batches, or a higher `reject_quantile`, up to 0.9999.",
     "step size": "{steadier}.",
 }

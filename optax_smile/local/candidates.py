@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections.abc import Callable, Iterable
 
 import jax
-import numpy as np
 import optax
 
 from optax_smile import _check, _on_host
 from optax_smile._types import Batch, Options
-from optax_smile.chains._checks import check_list, curvature
-from optax_smile.potential import Potential, cold_temperature, strength_for
+from optax_smile.local.precision import curvature_precision
+from optax_smile.potential import cold_temperature
 from optax_smile.samplers.smile import psmile
 from optax_smile.stages.spectral import default_axes
 from optax_smile.stages.step_size import angle_tuner
 
-# Number of batches used to estimate the curvature of the loss.
-MOST_BATCHES = 20
 # Of Muon, as measured in `benchmarks/notes/matrices.md`.
 MUON_RATE, MUON_DECAY = 8e-3, 0.02
 
@@ -52,7 +47,7 @@ def network_candidates(
     - `"psmile, cold"`: at `cold_temperature` with longer steps, `angle_tuner(0.3)`; where that
       temperature is 1, it is called `"psmile, long steps"`.
     - `"psmile, around the start"`: with `decoherence_length="turning"`, `angle_tuner(0.1)`, and a
-      prior centred at the trained weights, as precise as `allowed` and the curvature there require.
+      prior centred at the trained weights, whose precision is that of `curvature_precision`.
     - `"optimizer"`: continues training and averages the predictions of its iterates.
     - `"Muon"`: the same with `optax.contrib.muon` at the rate 8e-3, for arrays of two or more axes,
       whose last one has the columns; AdamW at 1e-3 for the others. Weight decay 0.02.
@@ -65,7 +60,7 @@ def network_candidates(
         num_data: >= 1, see `psmile`.
         excess: > 0, see `cold_temperature`.
         key: JAX key or seed for the samplers.
-        allowed: largest expected rise of the mean loss around the start, nats per example, > 0.
+        allowed: > 0, see `curvature_precision`.
 
     Cost: three forward passes per network for each of at most 20 batches.
 
@@ -76,16 +71,9 @@ def network_candidates(
         >>> list(optax_smile.local.network_candidates(*given, num_data=3, key=0))
         ['psmile', 'psmile, cold', 'psmile, around the start', 'optimizer', 'Muon']
     """
-    size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(params))
-    losses = jax.jit(lambda batch, at: jax.vmap(loss_fn, (0, None))(at, batch))
-    convert = functools.partial(_on_host.as_numeric, "network_candidates", "batches", copy=True)
-    seen = [*map(convert, itertools.islice(iter(batches), MOST_BATCHES))]
-    check_list("network_candidates", seen, per_chain=False)
-    rule = "trained networks, arrays [chain, ...], each a valid argument of `loss_fn`"
-    _check.traced("network_candidates", "params", losses, seen[0], params, rule=rule)
-
-    curvatures = [curvature(losses, x, params, np.asarray(losses(x, params))) for x in seen]
-    precision = strength_for(Potential(num_data), float(np.mean(curvatures)), size, allowed)
+    given = {"num_data": num_data, "allowed": allowed}
+    with _check.called("network_candidates", "curvature_precision"):
+        precision = curvature_precision(loss_fn, params, batches, **given)
     make = functools.partial(psmile, num_data=num_data, key=key)
     temperature = cold_temperature(num_data, _on_host.shapes_of_one(params), excess)
     cold = make(temperature=temperature, tuner=angle_tuner(0.3))

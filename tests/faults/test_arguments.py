@@ -74,8 +74,7 @@ LAWFUL_OF = {
     "parallel.place_batch.batch": " ".join(hostile()),
     "warmstart.validation": f"none true {NUMBERS}",
     "interop.from_numpyro.batch": "nans",
-    "local.local_precision.batches": "odd",
-    "local.network_candidates.batches": "odd nans",
+    "local.curvature_precision.batches local.network_candidates.batches": "odd",
     # A finding.
     "check.batch": "nans empty",
     "parallel.over_chains.function": "class function model",
@@ -92,7 +91,7 @@ HANDED_ON = dict.fromkeys(("sample", "Run", "check", "parallel.init"), "smile.in
 HANDED_ON |= {"Likelihood": "Predictor", "thinned": "load_snapshots"}
 # Each success of these compiles or draws.
 SLOW = {"sample", "check", "warmstart", "select", "predict", "Predictor", "Likelihood"}
-SLOW |= {"report.write", "diagnostics.summary", "local.local_precision", "Run"}
+SLOW |= {"report.write", "diagnostics.summary", "Run"}
 SLOW |= {"NumpyroModel.sample", "tall.find_mode", "tall.center_at"}
 PLAIN = (_check.Real, _check.Whole, _check.OneOf, _check.Key, _check.PathLike)
 NONE, FLAG = _check.NONE, _check.FLAG
