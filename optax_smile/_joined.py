@@ -25,11 +25,12 @@ FEWEST, SMALLEST = 3, 500
 
 @dataclass(frozen=True)
 class Layout:
-    """The structure of a tree, the shapes of its leaves, and which of them are joined."""
+    """The structure and shapes of a tree, and which leaves are joined, all of one dtype."""
 
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
     is_small: tuple[bool, ...]
+    dtype: Any
 
     def split(self, leaves: list) -> tuple[list, list]:
         """Return the leaves that are joined, and the others."""
@@ -88,10 +89,10 @@ def choose(params: optax.Params) -> Layout | None:
     """
     leaves, structure = jax.tree.flatten(params)
     is_small = tuple(0 < leaf.size <= _places.LARGEST for leaf in leaves)
-    layout = Layout(structure, tuple(leaf.shape for leaf in leaves), is_small)
-    few, _ = layout.split(leaves)
+    few = [leaf for leaf in leaves if 0 < leaf.size <= _places.LARGEST]
     if len(few) < FEWEST or sum(leaf.size for leaf in leaves) < SMALLEST:
         return None
+    layout = Layout(structure, tuple(leaf.shape for leaf in leaves), is_small, few[0].dtype)
     on_mesh = any(not jax.typeof(leaf).sharding.mesh.empty for leaf in leaves)
     return None if on_mesh or len({leaf.dtype for leaf in few}) > 1 else layout
 
@@ -108,15 +109,17 @@ def _places_of(layout: Layout, places: Tree) -> Joined:
 def join(layout: Layout, tree: Tree) -> Tree:
     """Join the small leaves of all subtrees that are like the parameters.
 
-    A subtree is like them if it has their structure and small leaves of their shapes. Its large
-    leaves may have other shapes, as those of a sketch have.
+    A subtree is like them if it has their structure and small leaves of their shapes and precision.
+    Its large leaves may have other shapes, as those of a sketch have.
     """
     shapes, _ = layout.split(list(layout.shapes))
 
     def is_like(node: Tree) -> bool:
         if jax.tree.structure(node) != layout.structure:
             return False
-        return [jnp.shape(leaf) for leaf in layout.split(jax.tree.leaves(node))[0]] == shapes
+        few, _ = layout.split(jax.tree.leaves(node))
+        is_alike = [jnp.shape(leaf) for leaf in few] == shapes
+        return is_alike and all(jnp.result_type(leaf) == layout.dtype for leaf in few)
 
     def joined(node: Tree) -> Tree:
         if not is_like(node):

@@ -1,14 +1,14 @@
 """The state of a chain between calls: few arrays for the device, every number by its name.
 
 A Python loop pays about 2 µs for every array that a compiled call takes or returns. Between calls
-the scalars of a state are therefore in three arrays. Nothing inside `update` knows of this.
+the scalars of a state are therefore in three arrays. Nothing inside `process` knows of this.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -25,7 +25,7 @@ APART = ("step_size_factor", "state_format")
 
 
 class Fields(tuple[str, ...]):
-    """Names of the items of a `State`. Those of its packed scalars are in it as well."""
+    """Names of the items of a `State`. `in` also finds its packed scalars; iteration does not."""
 
     # Kind and place of each.
     packed: dict[str, tuple[str, int]]
@@ -58,18 +58,28 @@ class State(tuple):
     def __getattr__(self, name: str) -> Any:
         if name in self._fields.packed:
             kind, place = self._fields.packed[name]
-            return getattr(self, kind)[..., place]
+            return _at(getattr(self, kind), place)
         if name in self._fields:
             return self[self._fields.index(name)]
         raise AttributeError(f"this state has no {name!r}")
+
+    @classmethod
+    def _make(cls, items: Iterable[Tree]) -> State:
+        return cls(*items)
 
     def _items(self) -> dict[str, Tree]:
         return dict(zip(self._fields, self, strict=True))
 
     def _asdict(self) -> dict[str, Tree]:
         """Return all parts by name, in the order of the state inside a call."""
-        items, split = self._items(), {kind: _split_last(getattr(self, kind)) for kind in KINDS}
-        items |= {name: split[kind][place] for name, (kind, place) in self._fields.packed.items()}
+        items, packed = self._items(), self._fields.packed
+        arrays = {kind: items[kind] for kind in KINDS}
+        if all(isinstance(array, jax.Array) for array in arrays.values()):
+            # Each in one program outside of compiled functions.
+            split = {kind: _split(array) for kind, array in arrays.items()}
+            items |= {name: split[kind][place] for name, (kind, place) in packed.items()}
+        else:
+            items |= {name: _at(arrays[kind], place) for name, (kind, place) in packed.items()}
         return {name: items[name] for name in self.names}
 
     def _replace(self, **given: Tree) -> State:
@@ -80,12 +90,15 @@ class State(tuple):
             rule = f"one of {', '.join(self._fields)}"
             advice = "Set a scalar by `state._replace(name=...)`."
             _check.fail("optax.tree.set", "name", rule, "a packed scalar", advice)
-        for name, value in given.items():
-            if name in self._fields.packed:
-                kind, place = self._fields.packed[name]
-                items[kind] = jnp.asarray(items[kind]).at[..., place].set(value)
-            else:
-                items[name] = value
+        if unknown := [name for name in given if name not in self._fields]:
+            raise ValueError(f"Got unexpected field names: {unknown!r}")
+        items |= {name: value for name, value in given.items() if name in items}
+        for name, (kind, place) in self._fields.packed.items():
+            if name in given and isinstance(items[kind], jax.Array):
+                items[kind] = items[kind].at[..., place].set(given[name])
+            elif name in given:
+                items[kind] = np.array(items[kind])
+                items[kind][..., place] = given[name]
         return type(self)(**items)
 
     def __repr__(self) -> str:
@@ -132,14 +145,14 @@ class State(tuple):
 
     def last_received(self) -> tuple[optax.Updates, jax.Array]:
         """See `state.SamplerState`."""
-        return self.like_params, self.fingerprint
+        return self.unpack().last_received()
 
 
 def pack(inside: Any) -> State:
     """Return the state of one chain between calls, from that inside a call.
 
-    A part is what is no named tuple, or a tree of the structure of `inside.like_params`. It has the
-    name of its field, with that of the tuple before it where two parts have the same.
+    A part is what is no named tuple, or a tree of the structure of `inside.like_params`. Its name
+    is that of its field, with those of the tuples around it, and dots, where it is not unique.
     """
     like = jax.tree.structure(inside.like_params)
 
@@ -147,8 +160,8 @@ def pack(inside: Any) -> State:
         return not hasattr(node, "_fields") or jax.tree.structure(node) == like
 
     paths, nested = jax.tree_util.tree_flatten_with_path(inside, is_leaf=is_part)
-    number = Counter(path[-1].name for path, _ in paths)
-    parts = {".".join(key.name for key in path[-number[path[-1].name] :]): x for path, x in paths}
+    names = _names([path for path, _ in paths])
+    parts = dict(zip(names, (part for _, part in paths), strict=True))
     kinds, dtypes = [], {}
     for name, part in parts.items():
         kind = "" if name in APART or getattr(part, "shape", None) != () else _kind_of(part)
@@ -158,6 +171,22 @@ def pack(inside: Any) -> State:
     (name,) = (name for name, part in parts.items() if part is inside.like_params)
     layout = nested, tuple(parts), tuple(kinds), name, inside.gradients_per_step
     return _class_of(*layout)._of(parts, [dtypes[kind] for kind in KINDS])
+
+
+def _names(paths: list[Any]) -> list[str]:
+    """Name parts by as many of their last fields as it takes to tell them apart."""
+    fields = [[key.name for key in path] for path in paths]
+    lengths = [1] * len(fields)
+    while True:
+        names = [".".join(x[-length:]) for x, length in zip(fields, lengths, strict=True)]
+        number = Counter(names)
+        is_taken = [number[x] > 1 or x in KINDS or hasattr(State, x) for x in names]
+        longer = [
+            min(n + more, len(x)) for n, more, x in zip(lengths, is_taken, fields, strict=True)
+        ]
+        if longer == lengths:
+            return names
+        lengths = longer
 
 
 def _kind_of(scalar: jax.Array) -> str:
@@ -184,9 +213,11 @@ def _restored(skeleton: Tree, kinds: Any, like: str, num_calls: int, items: tupl
     return _class_of(nested, tuple(names), kinds, like, num_calls)(*items)
 
 
-def _split_last(array: jax.Array) -> Sequence[jax.Array]:
-    """Split an array along its last axis, in one program outside of compiled functions."""
-    return _split(array) if isinstance(array, jax.Array) else _split.__wrapped__(array)
+def _at(array: Tree, place: int) -> Tree:
+    """Return one scalar, its shape, or what a map has made of all."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(array.shape[:-1], array.dtype)
+    return array[..., place] if hasattr(array, "shape") else array
 
 
 @functools.partial(jax.jit, inline=True)

@@ -319,15 +319,17 @@ def test_the_papers_samplers(name, no_jit):
 
 
 class Tally(NamedTuple):
-    """State of a tuner with a name of the scale's state, in half precision."""
+    """State of a tuner with names of another state, and of tuples, and in half precision."""
 
     step_size_factor: jax.Array
     mean: jax.Array
+    count: jax.Array
+    flags: jax.Array
 
 
 class Counting(optax_smile.Tuner):
     def init(self, dtype):
-        return Tally(jnp.ones((), dtype), jnp.zeros((), jnp.float16))
+        return Tally(jnp.ones((), dtype), *(jnp.zeros((), jnp.float16) for _ in range(3)))
 
     def update(self, state, evidence):
         return state._replace(mean=state.mean + 1)
@@ -336,8 +338,38 @@ class Counting(optax_smile.Tuner):
 def test_states_keep_the_precision_of_every_number():
     tx: Any = optax_smile.psmile(0.1, num_data=100, tuner=Counting(), key=0)
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-    assert (state._asdict()["tuner.mean"], state._asdict()["tuner.mean"].dtype) == (1, "float16")
+    own = {name: x for name, x in state._asdict().items() if name.startswith("tuner.")}
+    assert own == {"tuner.mean": 1, "tuner.count": 0, "tuner.flags": 0}
+    assert {x.dtype for x in own.values()} == {np.dtype("float16")}
+    refused("unexpected field names: ..meen", state._replace, meen=2)
+    assert "num_rejected=Shape" in repr(jax.eval_shape(tx.init, PARAMS))
+    assert "num_rejected=True" in repr(jax.tree.map(lambda _: True, state))
     with jax.enable_x64():
         tree: Any = [jnp.ones(200, f"float{x}") for x in (32, 64, 32, 64)]
         updates, _ = step = tx.update(tree, tx.init(tree), tree)
         assert types(updates) == types(tree) and types(step[1]) == types(tx.init(tree))
+
+
+class Inverse(NamedTuple):
+    rms: Any
+
+    def inverse_scale(self):
+        return self.rms
+
+
+class Rms(optax_smile.Preconditioner):
+    """One scale for each leaf."""
+
+    def init(self, params):
+        return Inverse(jax.tree.map(lambda x: jnp.ones(()), params))
+
+    def observe(self, state, gradient, weight, direction, drift):
+        return Inverse(jax.tree.map(lambda g: jnp.sqrt(jnp.mean(g**2)), gradient))
+
+
+def test_a_preconditioner_of_ones_own_gets_the_leaves_as_they_are():
+    """Those of networks are joined for scales that are known to go entry by entry."""
+    tx: Any = optax_smile.smile(num_data=1, prior_precision=0.0, preconditioner=Rms(), key=0)
+    tree = {x: jnp.full(n, float(n)) for x, n in (("a", 600), ("b", 3), ("c", 4), ("d", 5))}
+    state = tx.update(tree, tx.init(tree), tree)[1]
+    assert state.rms == {"a": 600, "b": 3, "c": 4, "d": 5}

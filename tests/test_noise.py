@@ -22,13 +22,17 @@ def noise(key, tree: Any) -> Any:
 def test_noise_of_a_network_has_unit_covariance():
     """Signs of neighbours, of other leaves and of other keys have nothing to do with each other."""
     tree = {"w": jnp.zeros((20, 10)), "large": jnp.zeros((800, 45)), "b": jnp.zeros(()), "v": {}}
+    # Three small leaves are joined.
+    tree["c"] = jnp.zeros(4)
     draw = jax.jit(noise)
     draws = [draw(key, tree) for key in jax.random.split(jax.random.key(0), 400)]
-    parts = np.array([[*np.ravel(x["w"]), x["b"], *np.ravel(x["large"][:4])] for x in draws])
+    parts = np.array(
+        [[*np.ravel(x["w"]), x["b"], *x["c"], *np.ravel(x["large"][:4])] for x in draws]
+    )
     assert set(np.unique(parts)) == {-1, 1}
-    # 6 standard errors for the largest of 381 means and 72,390 covariances.
+    # 6 standard errors for the largest of 385 means and 73,920 covariances.
     assert np.abs(parts.mean(axis=0)).max() < 6 / 400**0.5
-    assert np.abs(parts.T @ parts / 400 - np.eye(381)).max() < 6 / 400**0.5
+    assert np.abs(parts.T @ parts / 400 - np.eye(385)).max() < 6 / 400**0.5
     assert abs(np.mean(draws[0]["large"])) < 5 / 36_000**0.5
 
 

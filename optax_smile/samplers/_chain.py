@@ -74,3 +74,7 @@ class ChainState(NamedTuple):
             got = "one after a call with gradients for fewer leaves"
             _check.fail("last_accepted", "state", rule, got, "Start again with `init`.")
         return self.dynamics.last_accepted(params)
+
+    def last_received(self) -> tuple[optax.Updates, jax.Array]:
+        """See `state.SamplerState`."""
+        return self.like_params, self.last_update.fingerprint

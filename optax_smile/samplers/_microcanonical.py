@@ -144,6 +144,9 @@ class Microcanonical(Dynamics):
 
     def is_elementwise(self, state: ChainState) -> bool:
         """See `Dynamics`."""
+        scaling = self.preconditioner
+        if not (scaling.is_elementwise or type(scaling) is Preconditioner):
+            return False
         inverse_scale = scale.inverse_of(state.dynamics.preconditioner)
         return self.momentum.norm.is_elementwise and not isinstance(inverse_scale, _tree.Matrix)
 

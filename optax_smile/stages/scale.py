@@ -8,7 +8,7 @@ grad U / s, and divides a displacement by s on its way back to the parameters.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,9 @@ class Preconditioner:
         ...         return Known(jax.tree.map(lambda x: 10 * jnp.ones_like(x), params))
         >>> sampler = optax_smile.smile(num_data=100, preconditioner=KnownScale(), key=0)
     """
+
+    # Whether each entry gets the same wherever it is in the tree: small leaves may then be joined.
+    is_elementwise: ClassVar[bool] = False
 
     def init(self, params: optax.Params) -> Tree:
         """Return the first state."""
@@ -173,6 +176,7 @@ class MovingVariance(Preconditioner):
     """
 
     noise_decay: float = NOISE_DECAY
+    is_elementwise: ClassVar[bool] = True
 
     def init(self, params: optax.Params) -> MovingVarianceState:
         """Return averages of zero, without weight."""
@@ -264,6 +268,7 @@ class MeanSquare(Preconditioner):
 
     differences: bool = False
     first_window: int = FIRST_WINDOW
+    is_elementwise: ClassVar[bool] = True
 
     def init(self, params: optax.Params) -> MeanSquareState:
         """Return a scale of one and an empty window."""
