@@ -26,7 +26,7 @@ from optax_smile.state import STATE_FORMAT
 KEPT = 2  # Checkpoints: if the newest is damaged, the one before it serves.
 FORMATS = [_format.FORMAT, STATE_FORMAT]  # Of the files, and of the states of samplers in them.
 # Temporary files of killed runs.
-DRAFT = re.compile(r"\.(draw-|start\.|checkpoint-|manifest\.|prediction-).*(safetensors|json)\.\d+")
+DRAFT = re.compile(r"\.(draw-|start\.|checkpoint-|manifest\.).*(safetensors|json)\.\d+")
 # Names a checkpoint that cannot be read.
 _reading = partial(
     _disk.naming,
