@@ -17,7 +17,7 @@ import optax
 from data import Batches, Splits
 
 import optax_smile
-from optax_smile import metrics, report
+from optax_smile import metrics, plots, report
 
 SAMPLERS = ("psmile", "smile")
 
@@ -154,11 +154,11 @@ def draw(
 
 def run(
     experiment: Experiment, settings: Settings, sampler: str, directory: Path
-) -> tuple[dict[str, dict[str, float]], Any]:
+) -> tuple[dict[str, dict[str, float]], Any, Any]:
     """Train, sample, predict; what is found is kept in the directory and read when run again.
 
     Returns:
-        Scores on test data by method, and the draws.
+        Scores on test data by method, the draws, and a plot of the calibration of classes.
     """
     mesh = over_devices(settings.num_members)
     members = warm_start(
@@ -177,7 +177,7 @@ def run(
     inputs, targets = experiment.splits.test
     ensemble = optax_smile.Snapshots.from_members(members)
     read = {"likelihood": experiment.likelihood, "batch_size": settings.test_batch_size}
-    table = {}
+    table, axes = {}, None
     for name, snapshots in {"deep ensemble": ensemble, sampler: draws}.items():
         prediction = optax_smile.predict(
             experiment.outputs_of, snapshots, inputs, targets=targets, per="chain", **read
@@ -187,8 +187,9 @@ def run(
             other, images = experiment.unseen
             unseen = optax_smile.predict(experiment.outputs_of, snapshots, images, **read)
             table[name] |= {"entropy": prediction.total.mean(), other: unseen.total.mean()}
-        report.store(where, name, prediction, targets=targets, scores=table[name])
-    return table, draws
+        if prediction.uncertainty == "entropy":
+            axes = plots.reliability(prediction.mean, targets, label=name, ax=axes)
+    return table, draws, axes
 
 
 def over_devices(num_chains: int) -> jax.sharding.Mesh | None:
@@ -239,11 +240,13 @@ def main(
 
     with tempfile.TemporaryDirectory() as folder:
         directory = arguments.directory or Path(folder) / name
-        table, draws = run(experiment, settings, arguments.sampler, directory)
+        table, draws, axes = run(experiment, settings, arguments.sampler, directory)
         print(f"{'test set':15}" + "".join(f"{score:>10}" for score in table["deep ensemble"]))
         for method, row in table.items():
             print(f"{method:15}" + "".join(f"{value:10.4f}" for value in row.values()))
         title = f"{name}: {arguments.sampler} beside a deep ensemble"
-        print(f"report: {report.write(directory / 'draws', arguments.output, title=title)}")
+        pictures = {"Dots below the dotted line are overconfident.": axes} if axes else {}
+        output = report.write(directory / "draws", arguments.output, title=title, pictures=pictures)
+        print(f"report: {output}")
         if after:
-            after(experiment, settings, draws, arguments.output)
+            after(experiment, settings, draws, output)

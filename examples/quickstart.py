@@ -25,7 +25,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import optax_smile
-from optax_smile import metrics, report
+from optax_smile import metrics, plots, report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +99,12 @@ def make_sampler(name: str, config: Config, num_data: int):
     )
 
 
-def run(config: Config, sampler_name: str, directory: Path) -> dict[str, dict[str, float]]:
-    """Train, sample, predict; the draws and what they predict are kept in the directory.
+def run(config: Config, sampler_name: str, directory: Path) -> tuple[dict, Any, Any]:
+    """Train, sample, predict; the draws are kept in the directory.
 
     Returns:
-        Scores on test data by method, and the mean entropy (nats) of digits and shuffled pixels.
+        Scores on test data by method, and the mean entropy (nats) of digits and shuffled pixels;
+        the prediction of the sampler; a plot of the calibration of both.
     """
     (train, valid, test), network = load(config.seed), Network(config.width)
     key = jax.random.key(config.seed)
@@ -142,7 +143,7 @@ def run(config: Config, sampler_name: str, directory: Path) -> dict[str, dict[st
 
     images, labels = test
     shuffled = np.random.default_rng(0).permuted(images, axis=1)
-    table = {}
+    table, prediction, axes = {}, None, None
     ensemble = optax_smile.Snapshots.from_members(members)
     for name, snapshots in {"deep ensemble": ensemble, sampler_name: draws}.items():
         prediction = optax_smile.predict(
@@ -151,8 +152,8 @@ def run(config: Config, sampler_name: str, directory: Path) -> dict[str, dict[st
         unseen = optax_smile.predict(logits_of, snapshots, shuffled, likelihood="categorical")
         table[name] = metrics.score(prediction, labels)
         table[name] |= {"entropy": prediction.total.mean(), "shuffled": unseen.total.mean()}
-        report.store(directory, name, prediction, targets=labels, scores=table[name])
-    return table
+        axes = plots.reliability(prediction.mean, labels, label=name, ax=axes)
+    return table, prediction, axes
 
 
 def main():
@@ -174,12 +175,14 @@ def main():
 
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "quickstart"
-        table = run(config, arguments.sampler, directory)
+        table, prediction, axes = run(config, arguments.sampler, directory)
         print(f"{'test set':15}" + "".join(f"{score:>10}" for score in table["deep ensemble"]))
         for name, row in table.items():
             print(f"{name:15}" + "".join(f"{value:10.4f}" for value in row.values()))
         title = f"Handwritten digits: {arguments.sampler} beside a deep ensemble"
-        print(f"report: {report.write(directory, arguments.output, title=title)}")
+        pictures = {"Dots below the dotted line are overconfident.": axes}
+        given = {"title": title, "prediction": prediction, "pictures": pictures}
+        print(f"report: {report.write(directory, arguments.output, **given)}")
 
 
 if __name__ == "__main__":

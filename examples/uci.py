@@ -25,7 +25,7 @@ import optax
 from data import Splits, uci
 
 import optax_smile
-from optax_smile import metrics, report
+from optax_smile import metrics, plots, report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,13 +132,14 @@ def run(
 
     ensemble = predict(optax_smile.Snapshots.from_members(members))
     posterior = predict(draws)
-    scores = {
-        "deep ensemble": metrics.score(ensemble, targets),
-        sampler: metrics.score(posterior, targets),
-    }
-    report.store(directory, sampler, posterior, targets=targets)
-    report.store(directory, "deep ensemble", ensemble, targets=targets)
     print(optax_smile.diagnostics.summary(draws, posterior))
+    scores, pictures = {}, {}
+    for name, x in {"deep ensemble": ensemble, sampler: posterior}.items():
+        scores[name] = metrics.score(x, targets)
+        band = plots.regression_band(None, x.mean, np.sqrt(x.total), targets)
+        pictures[f"{name}: the band should contain its nominal share of the targets."] = band
+    title = f"UCI {data}: {sampler} beside a deep ensemble"
+    report.write(directory, title=title, prediction=posterior, pictures=pictures)
     return scores
 
 
@@ -168,8 +169,7 @@ def main():
     print(f"\n{'test set':15}" + "".join(f"{score:>15}" for score in table["deep ensemble"]))
     for name, row in table.items():
         print(f"{name:15}" + "".join(f"{value:15.4f}" for value in row.values()))
-    title = f"UCI {arguments.data}: {arguments.sampler} beside a deep ensemble"
-    print(f"report: {report.write(directory, title=title)}")
+    print(f"report: {directory / 'report.html'}")
 
 
 if __name__ == "__main__":

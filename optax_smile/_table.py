@@ -1,6 +1,5 @@
-"""Tables in plain text and in HTML."""
+"""Tables in plain text."""
 
-import html
 from collections.abc import Iterable, Mapping
 
 # Characters in a row that lists names.
@@ -21,17 +20,6 @@ def described(title: str, rows: Mapping[str, str]) -> str:
     """Format a title and a line for each row, as the `repr` of an object."""
     width = max(map(len, rows), default=0)
     return "\n".join([title, *(f"  {head.ljust(width)}  {text}" for head, text in rows.items())])
-
-
-def in_html(rows: Iterable[Iterable[str]], head: Iterable[str] = ()) -> str:
-    """Format a table as HTML."""
-
-    def line(cells: Iterable[str], tag: str) -> str:
-        made = (f'<{tag} style="text-align: left">{html.escape(cell)}</{tag}>' for cell in cells)
-        return f"<tr>{''.join(made)}</tr>"
-
-    lines = [line(cells, "th") for cells in (tuple(head),) if cells]
-    return f"<table>{''.join([*lines, *(line(cells, 'td') for cells in rows)])}</table>"
 
 
 def some(texts: Iterable[str]) -> str:

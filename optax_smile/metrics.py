@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 
 from optax_smile import _check
 from optax_smile._types import by_identity
-from optax_smile.draws.prediction import Prediction, labelled
+from optax_smile.draws.prediction import Prediction
 
 # Default number of bins of confidence, as in Guo et al. 2017.
 NUM_BINS = 15
@@ -352,8 +352,14 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
         scores["NLL"] = -float(np.mean(alone, dtype=float))
     if prediction.uncertainty == "entropy":
         named = {"accuracy": accuracy, "F1": f1, "Brier": brier, "ECE": ece, "AURC": aurc}
-        given = labelled(prediction.mean, targets)
-        return scores | {name: metric(*given) for name, metric in named.items()}
+        chances = np.asarray(mean)
+        if chances.shape == targets.shape:
+            # Those of class 1.
+            if (unknown := targets[~np.isin(targets, (0, 1))]).size:
+                _check.fail("score", "targets", "0 or 1", unknown[0])
+            chances = np.stack([1 - chances.ravel(), chances.ravel()], axis=1)
+            targets = targets.ravel().astype(int)
+        return scores | {name: metric(chances, targets) for name, metric in named.items()}
     if mean is not None and np.shape(mean) == targets.shape:
         scores["RMSE"] = rmse(mean, targets)
     if prediction.uncertainty != "variance" or mean is None:

@@ -77,7 +77,7 @@ ROOMS = {
     "plots": {"draws", "metrics"},
     "local": {"chains", "potential", "samplers", "stages"},
     "tall": {"chains", "potential"},
-    "report": {"draws", "diagnostics", "metrics", "plots"},
+    "report": {"draws", "diagnostics", "plots"},
     "interop": {"chains", "diagnostics", "draws", "samplers", "stages", "state", "tall"},
 }
 SHARED = {

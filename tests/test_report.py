@@ -20,14 +20,13 @@ import pytest
 from runs import refused
 
 import optax_smile
-from optax_smile import diagnostics, metrics, report
+from optax_smile import diagnostics, plots, report
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(40, 3)).astype(np.float32)
 LABELS = RNG.integers(0, 4, 40)
 TARGETS = RNG.normal(size=40).astype(np.float32)
 CHAINS, DRAWS = 3, 24
-ARROWS = {"LPPD": "↑", "accuracy": "↑", "F1": "↑", "Brier": "↓", "ECE": "↓", "AURC": "↓"}
 
 
 def logits(params: Any, inputs) -> Any:
@@ -51,8 +50,6 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def draws(run):
-    for stored in run.glob("prediction-*"):
-        stored.unlink()
     return optax_smile.load_snapshots(run)
 
 
@@ -67,73 +64,58 @@ def predict(draws, model: Any = logits, likelihood="categorical", targets: Any =
     return optax_smile.predict(model, draws, **given)
 
 
-def page_of(run, prediction, targets, names=("test",)) -> str:
-    """Store a prediction under some names and write the page."""
-    for name in names:
-        report.store(run, name, prediction, targets=targets)
-    return html.unescape(report.write(run).read_text())
+def band():
+    """A plot to be shown."""
+    return plots.regression_band(INPUTS[:, 0], TARGETS, np.ones(40), TARGETS)
 
 
 CAPTION = re.compile(r"<figcaption>([^<]*)")
 
 
-def test_classification(run, draws):
+def test_what_is_on_the_page(run, draws):
     prediction = predict(draws)
-    page = page_of(run, prediction, LABELS)
-    scores = {x: getattr(metrics, x.lower())(prediction.mean, LABELS) for x in list(ARROWS)[1:]}
-    for name, score in ({"LPPD": metrics.lppd(prediction.log_density)} | scores).items():
-        assert f">{name} {ARROWS[name]}</th>" in page and f">{score:.4g}</td>" in page
-    # Step sizes, energy errors, paths and the calibration.
-    assert len(CAPTION.findall(page)) == 4 and "No plot" not in page
-    cell = '</td><td style="text-align: left">'
-    assert f"reject_quantile{cell}0.98<" in page and f"num_data{cell}10<" in page
-    assert "smile: 3 chains of 24 draws, 12 parameters" in page and str(run) in page
-    # Of each draw one number per input is stored: not the probabilities, but the log density.
-    by_density = prediction._replace(each=prediction.each._replace(mean=None))
-    summary = diagnostics.summary(draws, by_density)
-    assert summary.findings and f"<span>{len(summary.findings)} found</span>" in page
+    given: Any = {"pictures": {"calibration": plots.reliability(prediction.mean, LABELS)}}
+    page = html.unescape(report.write(run, prediction=prediction, **given).read_text())
+    # Step sizes, energy errors, paths and what was given.
+    captions = CAPTION.findall(page)
+    assert len(captions) == 4 and captions[3] == "calibration" and "No paths" not in page
+    assert '"reject_quantile": 0.98' in page and '"num_data": 10' in page
+    assert "3 chains of 24 draws" in page and "12 numbers per draw" in page and str(run) in page
+    summary = diagnostics.summary(draws, prediction)
+    assert summary.findings and str(summary).partition("\n\n")[0] in page
     assert all(x.text in page and x.advice in page for x in summary.findings)
     assert f"{summary.lppd:.5g}" in page and "Monte Carlo standard error of the LPPD" in page
-
-
-def test_regression_and_tokens(run, draws):
-    prediction = predict(draws, lambda p, x: (logits(p, x)[:, 0], 0.3), "gaussian", TARGETS)
-    page = page_of(run, prediction, TARGETS, ("one", "two"))
-    crps = metrics.crps(prediction.mean, np.sqrt(prediction.total), TARGETS)
-    assert f">{crps:.4g}</td>" in page and "95 % coverage → 0.95</th>" in page
-    assert [x.partition(":")[0] for x in CAPTION.findall(page)[3:]] == ["one", "two"]
-    # Tokens have no mean.
+    # Without a prediction, and of tokens.
+    page = html.unescape(report.write(run).read_text())
+    assert str(diagnostics.summary(draws)).partition("\n\n")[2] in page
     labels, inputs = LABELS.reshape(8, 5), INPUTS.reshape(8, 5, 3)
     tokens = predict(draws, lambda p, x: x @ p["w"][None], "tokens", labels, inputs=inputs)
-    assert ">perplexity ↓</th>" in page_of(run, tokens, labels)
+    assert "Monte Carlo" in report.write(run, prediction=tokens).read_text()
 
 
-def test_a_damaged_prediction_is_named_and_the_page_before_stays(run, draws, tmp_path):
+def test_a_page_that_fails_leaves_the_one_before(run, draws, tmp_path):
     path = report.write(run, tmp_path / "new" / "page.html", title="Digits & more")
-    page, file = path.read_text(), run / "prediction-test.safetensors"
+    page = path.read_text()
     assert "<h1>Digits &amp; more</h1>" in page and "<title>Digits &amp; more</title>" in page
-    assert "<h2>Scores" not in page and "<1>" not in page
-    report.store(run, "test", predict(draws), targets=LABELS)
-    content = file.read_bytes()
-    flipped = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
-    for damaged in content[:-200], b"", b"x" * 99, flipped:
-        file.write_bytes(damaged)
-        refused("The stored prediction .*test.* is damaged", report.write, run, path)
+    assert "<1>" not in page
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    file = next(copy.glob("draw-00000003.*"))
+    file.write_bytes(file.read_bytes()[:-9])
+    refused("The snapshot .*draw-00000003.* is damaged", report.write, copy, path)
     assert path.read_text() == page and len(list(path.parent.iterdir())) == 1
 
 
 @pytest.mark.nightly
-def test_the_command(run, draws):
+def test_the_command(run):
     """Warnings of Python itself, such as of a module imported twice, are errors."""
-    report.store(run, "test", predict(draws), targets=LABELS, scores={"mine": 1e-7})
     words = [sys.executable, "-W", "error::RuntimeWarning", "-m", "optax_smile.report"]
     given: dict[str, Any] = {"capture_output": True, "text": True}
     done = subprocess.run([*words, run, "--title", "<my> run"], **given)
     assert (done.returncode, done.stdout) == (0, f"{run / 'report.html'}\n"), done.stderr
     page = (run / "report.html").read_text()
-    assert "<h1>&lt;my&gt; run</h1>" in page and ">1e-07</td>" in page
+    assert "<h1>&lt;my&gt; run</h1>" in page
     sources = re.findall(r'\b(?:src|href)="data:image/png;base64,([^"]*)"', page)
-    assert len(sources) == page.count("src=") == 4 and "url(" not in page
+    assert len(sources) == page.count("src=") == 3 and "url(" not in page
     for source in sources:
         assert np.ptp(matplotlib.image.imread(io.BytesIO(base64.b64decode(source)))) > 0.5
     wrong = subprocess.run([*words, run.parent], **given)
@@ -142,23 +124,24 @@ def test_the_command(run, draws):
 
 
 def test_what_does_not_fit_is_named(run, draws, tmp_path):
-    unknown = predict(draws, targets=None)
-    of_all: dict[str, Any] = {"name": "test", "prediction": predict(draws), "directory": run}
-    for rule, given in {
-        r"scores\['LPPD'\]=...\)` must be a number": {"scores": {"LPPD": "high"}},
-        r"prediction=...\)` must be made with": {"prediction": unknown, "targets": LABELS},
-        r"directory=...\)` must be a directory": {"directory": tmp_path},
-        r"targets=...\)` .*classes from 0 to 3, got 1 to 4": {"targets": LABELS + 1},
-    }.items():
-        refused(r"`report.store\(" + rule, report.store, **of_all | given)
-    assert not list(run.glob("prediction-*"))
+    form = r"`report.write\("
+    rule = form + r"prediction=...\)` must be made by .* from these draws \(3 chains with 24"
+    for unfit in predict(draws.thinned(2)), predict(draws, targets=None):
+        refused(rule, report.write, run, prediction=unfit)
+    refused(
+        form + r"pictures=...\)` must be a dict of matplotlib axes",
+        report.write,
+        run,
+        pictures={1: 2},
+    )
+    refused(form + r"directory=...\)` must be a directory", report.write, tmp_path)
     (tmp_path / "manifest.json").write_bytes((run / "manifest.json").read_bytes())
-    refused(r"`report.write\(directory=...\)` must be .* with draws", report.write, tmp_path)
+    refused(form + r"directory=...\)` must be .* with draws", report.write, tmp_path)
     rule = r"write\(output=...\)` must be a path that ends in .html or"
     refused(rule, report.write, run, tmp_path / "a.txt")
 
 
-def test_no_text_of_a_user_is_part_of_the_page(run, draws, tmp_path):
+def test_no_text_of_a_user_is_part_of_the_page(run, tmp_path):
     script, copy = "<script>alert('1')</script>\"'", Path(shutil.copytree(run, tmp_path / "run"))
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest.pop("checksum")
@@ -167,6 +150,6 @@ def test_no_text_of_a_user_is_part_of_the_page(run, draws, tmp_path):
     manifest["versions"][script] = script
     checksum = f"{zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
     (copy / "manifest.json").write_text(json.dumps(manifest | {"checksum": checksum}))
-    report.store(copy, "test", predict(draws), targets=LABELS, scores={script: 0.5})
-    page = report.write(copy, tmp_path / f"{script.replace('/', '')}.html").read_text()
+    path = tmp_path / f"{script.replace('/', '')}.html"
+    page = report.write(copy, path, title=script, pictures={script: band()}).read_text()
     assert "<script" not in page and page.count("&lt;script&gt;") >= 8

@@ -20,7 +20,7 @@ def run_cell(cell: records.Cell) -> records.Record:
     """Run the quickstart with one seed."""
     config = quickstart.Config(seed=cell["seed"], progress=False)
     with tempfile.TemporaryDirectory() as folder:
-        table = quickstart.run(config, cell["sampler"], Path(folder))
+        table = quickstart.run(config, cell["sampler"], Path(folder))[0]
     found = {name: {k: float(x) for k, x in row.items()} for name, row in table.items()}
     return {"sampler": cell["sampler"], "config": dataclasses.asdict(config), "scores": found}
 

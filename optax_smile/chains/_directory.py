@@ -5,7 +5,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from optax_smile.state import STATE_FORMAT
 KEPT = 2  # Checkpoints: if the newest is damaged, the one before it serves.
 FORMATS = [_format.FORMAT, STATE_FORMAT]  # Of the files, and of the states of samplers in them.
 # Temporary files of killed runs.
-DRAFT = re.compile(r"\.(draw-|start\.|checkpoint-|manifest\.|prediction-).*(safetensors|json)\.\d+")
+DRAFT = re.compile(r"\.(draw-|start\.|checkpoint-|manifest\.).*(safetensors|json)\.\d+")
 # Names a checkpoint that cannot be read.
 _reading = partial(
     _disk.naming,
@@ -161,7 +161,10 @@ class Checkpoints:
 
 
 class DirectoryRun(Checkpoints):
-    """Locks a directory until `closing`, and keeps draws, manifest and checkpoints there."""
+    """Keeps draws, manifest and checkpoints in a directory that is locked, until `closing`.
+
+    A loop that hides its state, `where="recorded"`, keeps checkpoints of its own.
+    """
 
     def __init__(
         self,
@@ -171,10 +174,9 @@ class DirectoryRun(Checkpoints):
         dtype: str | None,
         minutes: float,
         closing: contextlib.ExitStack,
+        where: str = "sample",
     ):
-        _disk.import_safetensors()
-        closing.enter_context(lock("sample", Path(directory)))
-        super().__init__(Path(directory), minutes)
+        super().__init__(Path(directory), minutes, where)
         self.like = _on_host.shapes_of_one(start)
         self.manifest = _format.manifest_of(start, dtype, settings)
         self.files = _format.DrawFiles(self.directory, _format.leaves_of(start), dtype)
@@ -182,7 +184,7 @@ class DirectoryRun(Checkpoints):
         self.warned = set[str]()
         self.is_resumed = self._find()
         # Several processes would have to read the chains of others.
-        if self.is_resumed and jax.process_count() == 1:
+        if self.is_resumed and where == "sample" and jax.process_count() == 1:
             names, leaves = (leaf.name for leaf in self.files.leaves), jax.tree.leaves(start)
             given = map(self.files.rounded, names, map(np.asarray, leaves))
             same = partial(np.array_equal, equal_nan=True)
@@ -199,16 +201,22 @@ class DirectoryRun(Checkpoints):
         """Return whether there is a run to resume, and require that it is this one."""
         has_draws, newest = _format.has_draws(self.directory), self.newest()
         self.place()
-        if newest is None and has_draws:
+        if newest is None and has_draws and self.where == "sample":
             rule = "a directory with a checkpoint to resume from"
             got = f"{self.directory} with a run but no checkpoint"
             _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
-        if newest is None and not os.path.lexists(self.directory / _format.MANIFEST):
+        has_manifest = os.path.lexists(self.directory / _format.MANIFEST)
+        if newest is None and not has_draws and not has_manifest:
             return False
-        before = _format.read_manifest("sample", self.directory)
+        before = _format.read_manifest(self.where, self.directory)
         if not newest and not has_draws:
             return False
-        check_run("sample", self.directory, before, self.manifest)
+        names = ("num_chains", "leaves")  # Versions may differ.
+        theirs, mine = (
+            {"params": {x: of[x] for x in names}, "dtype": of["stored_dtype"], **of["settings"]}
+            for of in (before, self.manifest)
+        )
+        check_settings(self.where, self.directory, theirs, mine)
         # Also where its draws are.
         self.manifest["settings"] = before["settings"] | self.manifest["settings"]
         return True
@@ -243,7 +251,7 @@ class DirectoryRun(Checkpoints):
 
     def result(self) -> StoredSnapshots:
         """Load the draws."""
-        with _check.called("sample", "load_snapshots"):
+        with _check.called(self.where, "load_snapshots"):
             return load_snapshots(self.directory, like=self.like)
 
 
@@ -271,9 +279,9 @@ def named(tree: Tree) -> dict[str, jax.Array]:
     return {_paths.name(map(_paths.entry, path), "."): raw(leaf) for path, leaf in leaves}
 
 
-@contextlib.contextmanager
-def lock(where: str, directory: Path) -> Iterator[None]:
-    """Lock a directory until the process ends, and remove what killed runs left in it."""
+def lock(where: str, directory: Path) -> contextlib.ExitStack:
+    """Lock a directory until the result is closed, and remove what killed runs left in it."""
+    _disk.import_safetensors()
     with contextlib.ExitStack() as closing:
         path = directory / f".lock-{jax.process_index()}"
         try:
@@ -297,7 +305,7 @@ def lock(where: str, directory: Path) -> Iterator[None]:
         for draft in directory.glob(".*"):
             if jax.process_index() == 0 and DRAFT.fullmatch(draft.name):
                 draft.unlink(missing_ok=True)
-        yield
+        return closing.pop_all()
 
 
 def describe_batches(where: str, batches: object) -> Json:
@@ -307,16 +315,6 @@ def describe_batches(where: str, batches: object) -> Json:
     first = _on_host.as_numeric(where, "batches", batches[0])
     shapes = jax.tree.map(lambda x: f"{getattr(x, 'dtype', 'number')}{[*np.shape(x)]}", first)
     return {"num_batches": len(batches), "shapes": str(shapes)}
-
-
-def check_run(where: str, directory: Path, before: Json, now: Json):
-    """Require the manifest of the run in a directory, except for versions."""
-
-    def identity(manifest):
-        params = {name: manifest[name] for name in ("num_chains", "leaves")}
-        return {"params": params, "dtype": manifest["stored_dtype"], **manifest["settings"]}
-
-    check_settings(where, directory, identity(before), identity(now))
 
 
 def check_settings(where: str, directory: Path, before: Json, now: Json):

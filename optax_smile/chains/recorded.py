@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
 from jax.sharding import AxisType
 
-from optax_smile import _check, _disk, _settings, state
+from optax_smile import _check, _settings, state
 from optax_smile._types import Options, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _checks, _directory
@@ -109,7 +111,8 @@ def recorded(
         if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
             rule, got = "called outside of `shard_map`", "a call inside"
             _check.fail("recorded", "init", rule, got, "Use `sample`, which takes a mesh.")
-        recorder.lock()
+        if recorder.directory is not None:
+            recorder.lock(recorder.directory)
         return RecordedState(begun, recorder.begin(params))
 
     def update(updates, before, params=None, **others) -> tuple[optax.Updates, RecordedState]:
@@ -133,7 +136,7 @@ def recorded(
     return RecordedSampler(init, cast(optax.TransformUpdateExtraArgsFn, update))
 
 
-def _for_all_chains(function: Callable[..., Tree]) -> Callable[..., Tree]:
+def _for_all_chains(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Make a function of one chain from one of arrays `[chain, ...]`, called once under `vmap`.
 
     `vmap` of a callback would call it once per chain, and at every step also inside a `cond`.
@@ -141,16 +144,14 @@ def _for_all_chains(function: Callable[..., Tree]) -> Callable[..., Tree]:
 
     @custom_vmap
     def of_one(*arguments):
-        result = function(*jax.tree.map(lambda x: x[None], arguments))
-        return jax.tree.map(lambda x: x[0], result)
+        return function(*jax.tree.map(lambda x: x[None], arguments))[0]
 
     @of_one.def_vmap
     def of_all(size, is_batched, *arguments):
         def join(x, has_axis):
             return x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
 
-        result = function(*jax.tree.map(join, arguments, tuple(is_batched)))
-        return result, jax.tree.map(lambda _: True, result)
+        return function(*jax.tree.map(join, arguments, tuple(is_batched))), True
 
     # Compiled once for all eager calls of `update`.
     return jax.jit(of_one)
@@ -168,8 +169,6 @@ class _Recorder:
     def __init__(self, num_warmup: int, thin: int, directory: Path | None):
         self.num_warmup, self.thin = num_warmup, thin
         self.directory = None if directory is None else directory.absolute()
-        if directory is not None:
-            _disk.import_safetensors()
         self.settings: Options = {}
         self.failure: BaseException | None = None
         self.is_blind = False
@@ -179,7 +178,7 @@ class _Recorder:
         self.starts: dict[int, Tree] = {}  # Parameters in each call of `init`.
         self.number = 0  # Of the call that the draws are of.
         self.draws: dict[int, Tree] = {}  # Draws by their step, or in a directory their files.
-        self.files: _format.DrawFiles | None = None
+        self.kept: _directory.DirectoryRun | None = None
         self.begin, self.send = _for_all_chains(self._begin), _for_all_chains(self._send)
 
     def _begin(self, params: Tree) -> jax.Array:
@@ -218,8 +217,7 @@ class _Recorder:
         with self.threads:
             try:
                 if self.failure is None:
-                    with _check.called("recorded", "load_snapshots"):
-                        self._keep(*jax.tree.map(np.array, sent))
+                    self._keep(*jax.tree.map(np.array, sent))
             except BaseException as error:
                 self.failure = error
                 self._unlock()
@@ -235,13 +233,12 @@ class _Recorder:
         if not is_tick.all():  # The last accepted point of a chain is no draw.
             return
         if own > self.number:
-            self.number, self.draws, self.files = own, {}, None
+            self.number, self.draws, self.kept = own, {}, None
             self.driven, self.num_seen = set(), 0
             self.starts = {x: start for x, start in self.starts.items() if x >= own}
-        are_driven = zip(self.leaves, map(np.any, driven), strict=True)
-        self.driven |= {name for name, is_driven in are_driven if is_driven}
+        self.driven |= {*itertools.compress(self.leaves, map(np.any, driven))}
         self.num_seen += 1
-        files = None if self.directory is None else self._open(self.directory, params)
+        files = None if self.directory is None else self._open(self.directory, params).files
         found, last = self.draws.get(step), max(self.draws, default=step - self.thin)
         if found is not None:
             if files is not None:
@@ -258,43 +255,32 @@ class _Recorder:
             got = f"{got} with other draws, up to step {last}, at step {step}"
             _check.fail("recorded", argument, rule, got, REPEAT)
 
-    def _open(self, directory: Path, params: Tree) -> _format.DrawFiles:
+    def _open(self, directory: Path, params: Tree) -> _directory.DirectoryRun:
         """Begin the directory, or require that it is of this sampler and model."""
-        self.lock()
-        if self.files is None:
-            start = self._start(params)
+        closing = self.lock(directory)
+        if self.kept is None:
             settings = {"num_warmup": self.num_warmup, "thin": self.thin, "sampler": self.settings}
-            manifest = _format.manifest_of(start, None, settings)
-            files = _format.DrawFiles(directory, _format.leaves_of(start))
-            if _format.has_draws(directory) or os.path.lexists(directory / _format.MANIFEST):
-                before = _format.read_manifest("recorded", directory)
-                _directory.check_run("recorded", directory, before, manifest)
-            else:
-                # In this order, so that a kill between them leaves no folder that cannot be used.
-                files.write(_format.START, 0, start, {})
-                _format.write_manifest(directory, manifest)
-            draws = _format.find_draws(directory, manifest)
-            self.draws = {_format.read_header(blocks[0])["step"]: blocks for blocks in draws}
-            self.files = files
-        return self.files
+            given = self._start(params), settings, None, math.inf, closing, "recorded"
+            self.kept = _directory.DirectoryRun(directory, *given)
+            stored = self.kept.result().draws
+            self.draws = {_format.read_header(blocks[0])["step"]: blocks for blocks in stored}
+        return self.kept
 
     def _start(self, draw: Tree) -> Tree:
         """Return the start of all chains; a draw, if `init` was called in another process."""
         start = self.starts.get(self.number, draw)
         return jax.tree.map(lambda x, y: np.broadcast_to(x, y.shape), start, draw)
 
-    def lock(self):
+    def lock(self, directory: Path) -> contextlib.ExitStack:
         """Lock the directory until `draws`."""
-        if self.directory is not None and self.locked is None:
-            closing = contextlib.ExitStack()
-            closing.enter_context(_directory.lock("recorded", self.directory))
-            self.locked = closing
+        self.locked = self.locked or _directory.lock("recorded", directory)
+        return self.locked
 
     def _unlock(self):
         if self.locked is not None:
             self.locked.close()
         # What others may write there is to be read.
-        self.locked = self.files = None
+        self.locked = self.kept = None
 
     def result(self) -> Snapshots | StoredSnapshots:
         """Return the draws of the last fit that has any."""

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
+from pathlib import Path
 from typing import Literal, cast
 
 import jax
@@ -195,6 +196,7 @@ class Run:
                     "key": np.asarray(jax.random.key_data(key)).tolist(),
                     "batches": _directory.describe_batches("sample", batches),
                 }
+                closing.enter_context(_directory.lock("sample", Path(directory)))
                 self._kept = _directory.DirectoryRun(
                     directory, start, same, dtype, checkpoint_minutes, closing
                 )

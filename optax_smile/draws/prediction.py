@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
-from numpy.typing import ArrayLike
 
 from optax_smile import _check, _table
 from optax_smile._types import Tree, by_identity
@@ -73,13 +72,3 @@ class Prediction(NamedTuple):
 def _shapes(fields: Outcome | Prediction) -> dict[str, str]:
     leaves = {name: jax.tree.leaves(x) for name, x in fields._asdict().items() if x is not None}
     return {name: _table.some(map(_check.show, arrays)) for name, arrays in leaves.items()}
-
-
-def labelled(mean: ArrayLike, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return probabilities `[input, class]`, also where those of class 1 are given, and labels."""
-    if np.shape(mean) != targets.shape:
-        return np.asarray(mean), targets
-    if (unknown := targets[~np.isin(targets, (0, 1))]).size:
-        _check.fail("score", "targets", "0 or 1", unknown[0])
-    ones = np.ravel(mean)
-    return np.stack([1 - ones, ones], axis=1), targets.ravel().astype(int)

@@ -79,10 +79,10 @@ LAWFUL_OF = {
     "check.batch": "nans empty",
     "parallel.over_chains.function": "class function model",
     "parallel.over_chains.in_axes": "none zero",
-    "report.store.name report.write.title label": "text",
+    "report.write.title label": "text",
     "Snapshots.trace settings": "dict ints other masked",
     "Snapshots.from_draws.draws": "other",
-    "report.store.scores": "dict",
+    "report.write.pictures": "dict",
 }
 LAWFUL = {name: kinds.split() for names, kinds in LAWFUL_OF.items() for name in names.split()}
 # Whose word it is where a function hands on what it got: the sampler that was built refuses the
