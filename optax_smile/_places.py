@@ -30,7 +30,7 @@ class Place:
         return numbers(jnp.zeros((), jnp.uint32), leaf)
 
     def through(self, leaf: jax.Array, first: jax.Array) -> jax.Array:
-        """Number the entries through the tree, whose first entry has the number `first`."""
+        """Number the entries through the tree, from `first` on, modulo 2^32."""
         return numbers(first + np.uint32(self.start % 2**32), leaf)
 
 

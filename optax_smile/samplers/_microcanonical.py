@@ -163,7 +163,7 @@ class Microcanonical(Dynamics):
         return self.move(call, state, reading.noise, decision)
 
     def read(self, call: Call, state: ChainState) -> Reading:
-        """Read every array: all inner products in one pass over memory. Close the step."""
+        """Read what the decision needs, all sums in one pass over memory, and close the step."""
         before, scaling = state.dynamics.momentum, state.dynamics.preconditioner
         posterior, updates, passed, params, _, _, places = call
         key, noise_key = self.split(state.key)
@@ -212,7 +212,7 @@ class Microcanonical(Dynamics):
         return moved
 
     def decide(self, call: Call, state: ChainState, reading: Reading) -> Decision:
-        """Accept or reject the step that ends here, and choose the next one; no large arrays."""
+        """Accept or reject the step that ends, and choose the next; of the trees sketches alone."""
         momentum, sums, posterior = self.momentum, reading.sums, call.posterior
         before, history, end = state.dynamics.momentum, state.dynamics.evidence, reading.end
 

@@ -68,7 +68,7 @@ class MomentumState(NamedTuple):
         direction: velocity v of the last drift, a tree like the parameters.
         moving: False at rest, at the start and after a rejection; the momentum is then ignored.
         drift_index: number of drifts done since the step was opened; 0 if no step is open.
-        step_length: step size of the open step, or of the next one if none is open.
+        step_length: step size of the open step; if none is open, that proposed for the next one.
         anchor: parameters at the start of the open step; None for an integrator with a single
             drift, which can be undone with `direction`.
         conjugate: momentum p; None for a Euclidean norm, whose momentum is the velocity.
@@ -143,8 +143,8 @@ class Norm:
         theta' = v = grad ||p||,    p' = -||p|| grad U / (d - 1)
 
     With gradients of all data, this keeps the posterior for every norm. For a norm of your own,
-    inherit from this class, override `velocity`, and pass an instance as `norm=` to `smile`. All
-    methods are pure functions that JAX can trace.
+    inherit from this class, override `velocity`, and pass an instance as `norm=` to `smile`, with
+    `decoherence_length=None`. All methods are pure functions that JAX can trace.
 
     Attributes:
         is_elementwise: whether it sees all entries alike, whichever leaf they are in. Then small
@@ -164,7 +164,7 @@ class Norm:
     angle: ClassVar[float | None] = None
 
     def velocity(self, momentum: optax.Updates) -> optax.Updates:
-        """Return grad ||p||, a tree like p, whatever the length of p; 0 where p is 0.
+        """Return grad ||p||, a tree like p, the same for p and for 2 p; 0 if all of p is 0.
 
         Called by `close`, and by `init` for its shapes. If it has the Euclidean length one, step
         sizes are Euclidean lengths.
@@ -172,7 +172,7 @@ class Norm:
         raise NotImplementedError
 
     def init(self, params: optax.Params) -> optax.Updates | None:
-        """Return the first momentum, 0, before any call; None for one that is its velocity."""
+        """Return the first momentum, 0, before any call; None if `close` needs no tree."""
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         rule = "a norm whose `velocity` takes and returns a tree like the parameters"
         found = _check.traced("smile", "norm", self.velocity, like, rule=rule)
@@ -184,8 +184,8 @@ class Norm:
     ) -> tuple[Heading, jax.Array]:
         """Kick after a drift, and return also the energy that this adds, nats.
 
-        Called first in every call, before it is decided whether the step is accepted. Only this
-        method forms trees. This class kicks by slopes, products <g, v>. It also makes the kick that
+        Called before `diffuse` and `open`, and before it is decided whether the step is accepted.
+        Trees are formed here alone. This class kicks by slopes, <g, v>. It also makes the kick that
         opens the next step, so that a call computes one velocity. Both together are, for a length
         s, p <- p - tau g / (d - 1), and dtau / ds = f(tau), the norm on its way. From the slopes of
         f at both ends, a and b = -<g, v> / (d - 1),
