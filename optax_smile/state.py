@@ -188,11 +188,11 @@ class Stats(NamedTuple):
     def of(cls, num_gradients: jax.Array, **known: jax.Array) -> Stats:
         """Make statistics with the shape of a counter; those that are not given have defaults."""
         array = jnp if isinstance(num_gradients, jax.Array) else np
-        kinds = {float: np.float32, int: np.int32, bool: np.bool_}
-        others = {
-            name: array.full_like(num_gradients, value, kinds[type(value)])
-            for name, value in cls._field_defaults.items()
-        }
+        kinds, given = {float: np.float32, int: np.int32, bool: np.bool_}, cls._field_defaults
+        # One array for each value: a device that is at work takes only few calls before it is done.
+        values = {repr(value): value for value in given.values()}
+        made = {x: array.full_like(num_gradients, y, kinds[type(y)]) for x, y in values.items()}
+        others = {name: made[repr(value)] for name, value in given.items()}
         return cls(**others | {"num_gradients": num_gradients} | known)
 
     def __str__(self) -> str:

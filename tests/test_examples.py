@@ -29,10 +29,11 @@ import optax_smile
 OPTIMIZED = False
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CLASSES, RUN = "test set LPPD accuracy F1", "--directory {0}/run --output {0}/page.html"
+SCORES = "test set LPPD NLL accuracy F1"
 # Commands, the words of the header, and beginnings of lines.
 SMOKE = {
-    "quickstart --sampler smile --step-size 0.1 --output {0}/page.html": (CLASSES, "smile"),
-    "uci --data diabetes --directory {0}": ("test set LPPD RMSE CRPS", "psmile", "report: {0}"),
+    "quickstart --sampler smile --step-size 0.1 --output {0}/page.html": (SCORES, "smile"),
+    "uci --data diabetes --directory {0}": ("test set LPPD NLL RMSE CRPS", "psmile", "report: {0}"),
     "multi_device --data 2 --directory {0}": ("mesh: {{'chain': 4, 'data': 2}} of 8", "psmile: "),
     "local_precision": ("By curvature: prior precision", "precision excess", "Prior precision"),
     "lora --sampler smile": ("held-out text LPPD perplexity", "MAP", "smile, partition"),
