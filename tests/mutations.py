@@ -188,7 +188,7 @@ samplers/* test_langevin.py
 potential.py test_reference.py test_potential.py test_contract.py
 state.py test_wrappers.py test_objects.py test_rejections.py
 _packed.py test_contract.py faults/test_trees.py
-_joined.py test_noise.py test_reference.py faults/test_trees.py
+_joined.py test_noise.py test_contract.py
 _places.py test_noise.py test_reference.py
 _sums.py test_noise.py test_reference.py test_step_cost.py
 diagnostics/* test_diagnostics.py test_what_to_trust.py
