@@ -6,6 +6,7 @@ where the entries lie, see `_places`.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,10 +35,8 @@ class Layout:
 
     def split(self, leaves: list) -> tuple[list, list]:
         """Return the leaves that are joined, and the others."""
-        pairs = list(zip(leaves, self.is_small, strict=True))
-        return [x for x, is_small in pairs if is_small], [
-            x for x, is_small in pairs if not is_small
-        ]
+        others = [not x for x in self.is_small]
+        return [*itertools.compress(leaves, self.is_small)], [*itertools.compress(leaves, others)]
 
 
 @functools.partial(
@@ -89,7 +88,7 @@ def choose(params: optax.Params) -> Layout | None:
     """
     leaves, structure = jax.tree.flatten(params)
     is_small = tuple(0 < leaf.size <= _places.LARGEST for leaf in leaves)
-    few = [leaf for leaf in leaves if 0 < leaf.size <= _places.LARGEST]
+    few = [*itertools.compress(leaves, is_small)]
     if len(few) < FEWEST or sum(leaf.size for leaf in leaves) < SMALLEST:
         return None
     layout = Layout(structure, tuple(leaf.shape for leaf in leaves), is_small, few[0].dtype)

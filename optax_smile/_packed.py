@@ -29,9 +29,11 @@ class Fields(tuple[str, ...]):
 
     # Kind and place of each.
     packed: dict[str, tuple[str, int]]
+    # Ends of dotted names.
+    ambiguous: set[str]
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or name in self.packed
+        return super().__contains__(name) or name in self.packed or name in self.ambiguous
 
 
 class State(tuple):
@@ -39,7 +41,8 @@ class State(tuple):
 
     It has the parts of the state inside a call, arrays and trees, under their names there. Scalars
     are in the items `reals`, `counts` and `flags`, `[..., scalar]`, and can be read by their names:
-    `state.num_rejected`, `optax.tree.get(state, "num_rejected")`.
+    `state.num_rejected`, `optax.tree.get(state, "num_rejected")`. `optax.tree.set` sets items, and
+    `state._replace(...)` also sets scalars.
     """
 
     _fields: ClassVar[Fields]
@@ -59,8 +62,10 @@ class State(tuple):
         if name in self._fields.packed:
             kind, place = self._fields.packed[name]
             return _at(getattr(self, kind), place)
-        if name in self._fields:
-            return self[self._fields.index(name)]
+        if name in (items := self._items()):
+            return items[name]
+        if others := [x for x in self.names if x.endswith(f".{name}")]:
+            raise AttributeError(f"this state has no {name!r}, but {', '.join(others)}")
         raise AttributeError(f"this state has no {name!r}")
 
     @classmethod
@@ -203,6 +208,8 @@ def _class_of(
     fields = Fields([*(name for name, kind in pairs if not kind), *KINDS])
     members = [(kind, [name for name, x in pairs if x == kind]) for kind in KINDS]
     fields.packed = {name: (kind, i) for kind, found in members for i, name in enumerate(found)}
+    ends = {name.rpartition(".")[2] for name in names if "." in name}
+    fields.ambiguous = {x for x in ends if x not in KINDS and not hasattr(State, x)}
     known = {"_fields": fields, "nested": nested, "names": names, "kinds": kinds}
     return type("State", (State,), {**known, "like": like, "num_calls": num_calls})
 

@@ -342,6 +342,8 @@ def test_states_keep_the_precision_of_every_number():
     assert own == {"tuner.mean": 1, "tuner.count": 0, "tuner.flags": 0}
     assert {x.dtype for x in own.values()} == {np.dtype("float16")}
     refused("unexpected field names: ..meen", state._replace, meen=2)
+    with pytest.raises(AttributeError, match="no 'mean', but preconditioner.mean, tuner.mean"):
+        optax.tree.get(state, "mean")
     assert "num_rejected=Shape" in repr(jax.eval_shape(tx.init, PARAMS))
     assert "num_rejected=True" in repr(jax.tree.map(lambda _: True, state))
     with jax.enable_x64():

@@ -42,6 +42,10 @@ class Preconditioner:
     that is divided by it: no gradient changes its own coordinates, and a step ends in those in
     which it drifted.
 
+    Attributes:
+        is_elementwise: whether the methods do the same to every entry, whichever leaf it is in.
+            Then they may get trees whose small leaves are joined.
+
     Example:
         >>> from typing import Any, NamedTuple
         >>> import jax, jax.numpy as jnp, optax_smile
@@ -55,7 +59,6 @@ class Preconditioner:
         >>> sampler = optax_smile.smile(num_data=100, preconditioner=KnownScale(), key=0)
     """
 
-    # Whether each entry gets the same wherever it is in the tree: small leaves may then be joined.
     is_elementwise: ClassVar[bool] = False
 
     def init(self, params: optax.Params) -> Tree:
