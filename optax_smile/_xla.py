@@ -25,6 +25,17 @@ def fence(tree: Tree) -> Tree:
     )
 
 
+def second_pass(call: Tree, state: Tree, decision: Tree) -> tuple[Tree, Tree, Tree]:
+    """Separate what `move` of a sampler reads and writes from what `read` and `decide` read."""
+    dynamics = state.dynamics
+    given = call.updates, call.params, dynamics.momentum, dynamics.preconditioner
+    updates, params, momentum, preconditioner = fence(given)
+    dynamics = dynamics._replace(momentum=momentum, preconditioner=preconditioner)
+    reject = known_after(decision.reject, decision.state.probe.altered_share)
+    call = call._replace(updates=updates, params=params)
+    return call, state._replace(dynamics=dynamics), decision._replace(reject=reject)
+
+
 def known_after(condition: jax.Array, *others: jax.Array) -> jax.Array:
     """Return a condition that is known only after other numbers, none of them NaN, are computed.
 

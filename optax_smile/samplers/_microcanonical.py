@@ -160,6 +160,7 @@ class Microcanonical(Dynamics):
             )
         reading = self.read(call, state)
         decision = self.decide(call, state, reading)
+        call, state, decision = _xla.second_pass(call, state, decision)
         return self.move(call, state, reading.noise, decision)
 
     def read(self, call: Call, state: ChainState) -> Reading:
@@ -223,7 +224,6 @@ class Microcanonical(Dynamics):
         is_finite = error.all_finite & (base >= 0)
         guard, reject = rejection.judge(state.guardrail, is_finite, is_outlier, call.reject)
         probed = probe.look(state.probe, reading.arrived, reading.moved, reject)
-        reject = _xla.known_after(reject, probed.altered_share)
 
         # Add the gradient to the averages, and choose the length of the next step.
         num_gradients = state.last_update.num_gradients
@@ -277,13 +277,12 @@ class Microcanonical(Dynamics):
 
         A rejected call returns to where its step began.
         """
-        given = call.updates, call.params, state.dynamics.momentum, state.dynamics.preconditioner
-        updates, params, before, scaling = _xla.fence(given)
+        before, scaling = state.dynamics.momentum, state.dynamics.preconditioner
         reject, dynamics = decision.reject, decision.state.dynamics
-        gradient = potential.gradient(call.posterior, updates, params)
+        gradient = potential.gradient(call.posterior, call.updates, call.params)
         whitened = scale.whiten(scaling, gradient)
         after = self.momentum.turn(
-            reject, before, dynamics.momentum, decision.heading, whitened, noise, params
+            reject, before, dynamics.momentum, decision.heading, whitened, noise, call.params
         )
         drift = self.momentum.last_drift(before, None)
         drift = jax.tree.map(lambda x: jnp.where(reject, 0, x), drift)
@@ -291,7 +290,7 @@ class Microcanonical(Dynamics):
             scaling, gradient, decision.weight, after.direction, drift
         )
         inverse_scale = scale.inverse_of(scaling)
-        displacement = self.momentum.displace(reject, before, after, params, inverse_scale)
+        displacement = self.momentum.displace(reject, before, after, call.params, inverse_scale)
         dynamics = dynamics._replace(preconditioner=scaling, momentum=after)
         return displacement, decision.state._replace(dynamics=dynamics)
 
