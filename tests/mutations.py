@@ -184,6 +184,7 @@ stages/spectral.py test_reference.py test_spectral.py
 stages/* test_reference.py test_rejections.py test_scale.py test_arrival.py faults/test_counters.py
 samplers/_microcanonical.py test_reference.py test_step_cost.py test_contract.py test_langevin.py
 samplers/_transformation.py test_langevin.py test_sampling.py test_local.py faults/test_arguments.py
+samplers/_leaves.py test_wrappers.py faults/test_arguments.py
 samplers/* test_langevin.py
 potential.py test_reference.py test_potential.py test_contract.py
 state.py test_wrappers.py test_objects.py test_rejections.py
@@ -276,6 +277,8 @@ _momentum: without_argument 5: no explicit noise
 # samplers/_transformation.py
 _bound: skip 0: defaults of a sampler not recorded
 Dynamics.update: skip 4: around zero, not the start
+# samplers/_leaves.py
+_has_begun: never 0: a gradient that is lost is no error
 candidates: without_keyword 1: init accepts parameters that are not finite
 # samplers/sgld.py
 sgld: right 0: half the noise

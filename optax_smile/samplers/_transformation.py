@@ -1,9 +1,6 @@
 """From the definition of a sampler to the transformation that a loop calls.
 
-A transformation checks what the loop passes and adapts it to the dynamics, which move. `init` fixes
-which leaves may move: arrays of floating-point numbers. The state has None in the place of all
-other leaves, as `equinox.filter` leaves it. Leaves whose gradient is None in the first call do not
-move: from then on the state has None in their place, as that of `optax.adamw`.
+A transformation checks what the loop passes and adapts it to the dynamics, which move.
 """
 
 from __future__ import annotations
@@ -24,9 +21,10 @@ from optax_smile import _check, _check_trees, _joined, _places, _settings, _tree
 from optax_smile._packed import State, pack
 from optax_smile._types import Options, StepSize, Tree, Unchecked
 from optax_smile.potential import PerParameter, Potential
+from optax_smile.samplers import _leaves
 from optax_smile.samplers._chain import ChainState
 from optax_smile.stages import probe, rejection
-from optax_smile.state import STATE_FORMAT, check_format, is_concrete, no_update
+from optax_smile.state import STATE_FORMAT, check_format, no_update
 
 Arguments = ParamSpec("Arguments")
 Definition = Callable[Arguments, object]
@@ -44,7 +42,6 @@ POSTERIOR: dict[str, _check.Constraint] = {
 SHARED = POSTERIOR | {"step_size": _check.STEP_SIZE}
 # Wrong names under which loops pass the mean loss; other keywords are for other parts of a chain.
 MISNAMED = ("losses", "loss_value", "mean_loss", "val", "values")
-OF_INIT = "the one given to init"
 
 
 def sampler(
@@ -80,7 +77,7 @@ def sampler(
 
             @_check.own_flags
             def init(params: optax.Params) -> Tree:
-                return dynamics.init(candidates(f"{where}.init", params))
+                return dynamics.init(_leaves.candidates(f"{where}.init", params))
 
             settings = {"name": where, **fixed, **given, **dynamics.chosen}
             reporting = _settings.reporting(init, settings)
@@ -148,15 +145,9 @@ def _update(dynamics: Dynamics, run: Callable) -> Callable:
         if not isinstance(state, State):
             _check.fail(where, "state", state_of(dynamics.name), _check.show(state))
         check_format(where, "state", state)
-        known = state.like_params
-        sampled, params = select(where, updates, params, known)
-        if jax.tree.structure(sampled) != jax.tree.structure(known):
-            # Inside `jit` the number is unknown: `Dynamics.update` sets `has_lost_leaf`.
-            number = state.unpack().last_update.num_gradients
-            if is_concrete(number) and np.any(np.asarray(number) > 0):
-                require_all(where, sampled, known)
+        sampled, params = _leaves.select(where, updates, params, state)
         displacement, after = run(sampled, state, params, value, reject)
-        return put_back(displacement, updates), after
+        return _leaves.put_back(displacement, updates), after
 
     update.__qualname__ = where
     return _check.own_flags(update)
@@ -254,8 +245,7 @@ class Dynamics:
             _check.fail(f"{self.name}.update", "state", state_of(self.name), got)
         state, params = packed.unpack(), jax.tree.map(_tree.strong, params)
         if jax.tree.structure(updates) != jax.tree.structure(known):
-            lost = state.has_lost_leaf | (state.last_update.num_gradients > 0)
-            state = take_over(state, self._init(params))._replace(has_lost_leaf=lost)
+            state = _leaves.narrowed(state, self._init(params))
         updates = jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params)
         value = None if value is None else jnp.asarray(value, _tree.dtype(known))
         posterior = self.posterior
@@ -333,91 +323,3 @@ def schedule(where: str, step_size: StepSize) -> optax.Schedule:
         return number
 
     return size
-
-
-def candidates(where: str, params: Unchecked) -> Tree:
-    """Return the leaves that a sampler may move, with None for the others; require some."""
-    floating = jax.tree.map(lambda x: _tree.strong(x) if _tree.is_floating(x) else None, params)
-    others = jax.tree_util.tree_leaves_with_path(params)
-    if others and not jax.tree.leaves(floating):
-        path, leaf = others[0]
-        rule = "a tree with at least one float32 or float64 array"
-        got = f"{_check.show(leaf)} at {jax.tree_util.keystr(path) or 'the only leaf'}"
-        advice = "Convert Python numbers by `jnp.asarray`." if isinstance(leaf, float) else ""
-        _check.fail(where, "params", rule, got, advice)
-    _check_trees.check_params(where, floating, smallest=2)
-    _check.Tree(finite=True)(where, "params", floating)
-    return floating
-
-
-def select(
-    where: str, updates: Unchecked, params: Unchecked, known: optax.Params
-) -> tuple[optax.Updates, optax.Params]:
-    """Take the leaves that move, and require gradients and parameters that fit the state.
-
-    The gradients are None for leaves that do not move. The parameters may have any leaves besides
-    the candidates `known`.
-    """
-    _check_trees.check_structure(where, "params", params, known, OF_INIT)
-    _check_trees.check_structure(where, "updates", updates, known, "params")
-    candidates = jax.tree_util.tree_leaves_with_path(known, is_leaf=_is_none)
-    gradients = jax.tree.leaves(updates, is_leaf=_is_none)
-    for (path, candidate), gradient in zip(candidates, gradients, strict=True):
-        if candidate is None and _tree.is_floating(gradient):
-            rule = f"None at {_place(path)}, which is no leaf of the state"
-            _check.fail(where, "updates", rule, _check.show(gradient))
-
-    sampled = only(updates, known)
-    params = only(params, sampled)
-    _check_trees.check_params(where, params, smallest=2)
-    _check_trees.check_alike(where, "params", params, only(known, sampled), OF_INIT)
-    _check_trees.check_gradients(where, sampled, params, "params")
-    return sampled, params
-
-
-def put_back(displacement: optax.Updates, updates: optax.Updates) -> optax.Updates:
-    """Make a displacement a tree like the gradients that the loop passed."""
-
-    def leaf(move: Tree, gradient: Tree) -> Tree:
-        if move is not None or gradient is None:
-            return move
-        # Integers have gradients without a type; adding False changes nothing.
-        return jnp.zeros(jnp.shape(gradient), bool)
-
-    return jax.tree.map(leaf, displacement, updates, is_leaf=_is_none)
-
-
-def require_all(where: str, updates: optax.Updates, known: optax.Params):
-    """Name the first leaf of the state whose gradient is None."""
-    gradients = jax.tree.leaves(only(updates, known), is_leaf=_is_none)
-    leaves = jax.tree_util.tree_leaves_with_path(known, is_leaf=_is_none)
-    for (path, leaf), gradient in zip(leaves, gradients, strict=True):
-        if leaf is not None and gradient is None:
-            got = f"None at {_place(path)}, where the first call had a gradient"
-            _check.fail(where, "updates", "None at the same leaves in every call", got)
-
-
-def take_over(state: Tree, fresh: Tree) -> Tree:
-    """Replace arrays of a fresh state of fewer leaves by those of a state, by path and shape."""
-    arrays = dict(jax.tree_util.tree_leaves_with_path(state))
-
-    def leaf(path: Tree, new: jax.Array) -> jax.Array:
-        old = arrays.get(path, new)
-        return old if jnp.shape(old) == jnp.shape(new) else new
-
-    return jax.tree_util.tree_map_with_path(leaf, fresh)
-
-
-def only(tree: Tree, other: Tree) -> Tree:
-    """Put None in the place of leaves where another tree has None."""
-    return jax.tree.map(lambda x, y: None if y is None else x, tree, other, is_leaf=_is_none)
-
-
-def _place(path: Tree) -> str:
-    """Name the place of a leaf."""
-    return jax.tree_util.keystr(path) or "the only leaf"
-
-
-def _is_none(leaf: object) -> bool:
-    """Make None a leaf of a tree."""
-    return leaf is None
