@@ -20,7 +20,7 @@ from optax_smile.state import is_concrete
 OF_INIT = "the one given to init"
 
 
-def candidates(where: str, params: Unchecked) -> Tree:
+def candidates(params: Unchecked) -> Tree:
     """Return the leaves that a sampler may move, with None for the others; require some."""
     floating = jax.tree.map(lambda x: _tree.strong(x) if _tree.is_floating(x) else None, params)
     others = jax.tree_util.tree_leaves_with_path(params)
@@ -29,14 +29,14 @@ def candidates(where: str, params: Unchecked) -> Tree:
         rule = "a tree with at least one float32 or float64 array"
         got = f"{_check.show(leaf)} at {jax.tree_util.keystr(path) or 'the only leaf'}"
         advice = "Convert Python numbers by `jnp.asarray`." if isinstance(leaf, float) else ""
-        _check.fail(where, "params", rule, got, advice)
-    _check_trees.check_params(where, floating, smallest=2)
-    _check.Tree(finite=True)(where, "params", floating)
+        _check.fail("params", rule, got, advice)
+    _check_trees.check_params(floating, smallest=2)
+    _check.Tree(finite=True)("params", floating)
     return floating
 
 
 def select(
-    where: str, updates: Unchecked, params: Unchecked, state: State
+    updates: Unchecked, params: Unchecked, state: State
 ) -> tuple[optax.Updates, optax.Params]:
     """Take the leaves that move, and require gradients and parameters that fit the state.
 
@@ -44,23 +44,23 @@ def select(
     the candidates.
     """
     known = state.like_params
-    _check_trees.check_structure(where, "params", params, known, OF_INIT)
-    _check_trees.check_structure(where, "updates", updates, known, "params")
+    _check_trees.check_structure("params", params, known, OF_INIT)
+    _check_trees.check_structure("updates", updates, known, "params")
     candidates = jax.tree_util.tree_leaves_with_path(known, is_leaf=_is_none)
     gradients = jax.tree.leaves(updates, is_leaf=_is_none)
     for (path, candidate), gradient in zip(candidates, gradients, strict=True):
         if candidate is None and _tree.is_floating(gradient):
             rule = f"None at {_place(path)}, which is no leaf of the state"
-            _check.fail(where, "updates", rule, _check.show(gradient))
+            _check.fail("updates", rule, _check.show(gradient))
         if gradient is None and candidate is not None and _has_begun(state):
             got = f"None at {_place(path)}, where the first call had a gradient"
-            _check.fail(where, "updates", "None at the same leaves in every call", got)
+            _check.fail("updates", "None at the same leaves in every call", got)
 
     sampled = only(updates, known)
     params = only(params, sampled)
-    _check_trees.check_params(where, params, smallest=2)
-    _check_trees.check_alike(where, "params", params, only(known, sampled), OF_INIT)
-    _check_trees.check_gradients(where, sampled, params, "params")
+    _check_trees.check_params(params, smallest=2)
+    _check_trees.check_alike("params", params, only(known, sampled), OF_INIT)
+    _check_trees.check_gradients(sampled, params, "params")
     return sampled, params
 
 

@@ -58,16 +58,16 @@ def sampler(
     """
 
     def decorate(define: Definition[Arguments]) -> Maker[Arguments]:
-        where, signature = define.__name__, inspect.signature(define)
+        name, signature = define.__name__, inspect.signature(define)
         rules = {**SHARED, **constraints}
         rules = {argument: rules[argument] for argument in signature.parameters}
 
-        @_check.arguments(where, **rules)
+        @_check.arguments(name, **rules)
         @functools.wraps(define)
         def build(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Dynamics:
             # First, so that Python's own errors about missing arguments name the function.
             particular = define(*args, **kwargs)
-            return assemble(where, particular, {**fixed, **_bound(signature, args, kwargs)})
+            return assemble(name, particular, {**fixed, **_bound(signature, args, kwargs)})
 
         @functools.wraps(define)
         def make(
@@ -76,10 +76,11 @@ def sampler(
             dynamics, given = build(*args, **kwargs), _bound(signature, args, kwargs)
 
             @_check.own_flags
+            @_check.called(f"{name}.init")
             def init(params: optax.Params) -> Tree:
-                return dynamics.init(_leaves.candidates(f"{where}.init", params))
+                return dynamics.init(_leaves.candidates(params))
 
-            settings = {"name": where, **fixed, **given, **dynamics.chosen}
+            settings = {"name": name, **fixed, **given, **dynamics.chosen}
             reporting = _settings.reporting(init, settings)
             update = _update(dynamics, _compiled(dynamics.update, given))
             return optax.GradientTransformationExtraArgs(reporting, update)
@@ -124,8 +125,9 @@ def _compiled(update: Callable, arguments: Options) -> Callable:
 
 def _update(dynamics: Dynamics, run: Callable) -> Callable:
     """Make the `update` that a loop calls: check its arguments, then run the call."""
-    where = f"{dynamics.name}.update"
+    name = f"{dynamics.name}.update"
 
+    @_check.called(name)
     def update(
         updates: optax.Updates,
         state: Tree,
@@ -138,18 +140,18 @@ def _update(dynamics: Dynamics, run: Callable) -> Callable:
     ) -> tuple[optax.Updates, State]:
         if params is None:
             raise ValueError(_check_trees.MISSING_PARAMS)
-        value = mean_loss(where, value, loss, others)
+        value = mean_loss(value, loss, others)
         kind = str(getattr(reject, "dtype", type(reject).__name__))
         if reject is not None and (kind != "bool" or np.shape(reject)):
-            _check.fail(where, "reject", "a scalar True or False", _check.show(reject))
+            _check.fail("reject", "a scalar True or False", _check.show(reject))
         if not isinstance(state, State):
-            _check.fail(where, "state", state_of(dynamics.name), _check.show(state))
-        check_format(where, "state", state)
-        sampled, params = _leaves.select(where, updates, params, state)
+            _check.fail("state", state_of(dynamics.name), _check.show(state))
+        check_format("state", state)
+        sampled, params = _leaves.select(updates, params, state)
         displacement, after = run(sampled, state, params, value, reject)
         return _leaves.put_back(displacement, updates), after
 
-    update.__qualname__ = where
+    update.__qualname__ = name
     return _check.own_flags(update)
 
 
@@ -214,7 +216,8 @@ class Dynamics:
         return pack(self._init(params))
 
     def _init(self, params: optax.Params) -> ChainState:
-        potential.check_prior(self.name, self.posterior, params)
+        with _check.called(self.name):
+            potential.check_prior(self.posterior, params)
         dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
         last_update = no_update(dtype, self.posterior.temperature)
         return ChainState(
@@ -242,7 +245,7 @@ class Dynamics:
         expected = jax.eval_shape(self.init, known)
         if jax.tree.structure(packed) != jax.tree.structure(expected):
             got = "one of another sampler, or with other settings"
-            _check.fail(f"{self.name}.update", "state", state_of(self.name), got)
+            _check.fail("state", state_of(self.name), got)
         state, params = packed.unpack(), jax.tree.map(_tree.strong, params)
         if jax.tree.structure(updates) != jax.tree.structure(known):
             state = _leaves.narrowed(state, self._init(params))
@@ -267,8 +270,7 @@ class Dynamics:
         expected = jax.eval_shape(jax.random.key_data, self.seed)
         if jnp.shape(data) != expected.shape or jnp.result_type(data) != expected.dtype:
             rule = f"the state of {self.name}, whose key is {expected.dtype}{list(expected.shape)}"
-            got = f"a key of {jnp.result_type(data)}{list(jnp.shape(data))}"
-            _check.fail(f"{self.name}.update", "state", rule, got)
+            _check.fail("state", rule, f"a key of {jnp.result_type(data)}{list(jnp.shape(data))}")
         typed = jax.random.wrap_key_data(data, impl=jax.random.key_impl(self.seed))
         key, noise_key = jax.random.split(typed)
         return jax.random.key_data(key), noise_key
@@ -279,47 +281,49 @@ def state_of(name: str) -> str:
     return f"what `init` or `update` of {name} returned"
 
 
-def posterior_of(where: str, arguments: Options) -> Potential:
+def posterior_of(arguments: Options) -> Potential:
     """Return the posterior that the arguments of a sampler define."""
     posterior = Potential(**{x: arguments[x] for x in Potential._fields if x in arguments})
-    potential.check(where, posterior)
+    potential.check(posterior)
     return posterior
 
 
-def mean_loss(where: str, value: Unchecked, loss: Unchecked, others: Mapping[str, object]) -> Tree:
+def mean_loss(value: Unchecked, loss: Unchecked, others: Mapping[str, object]) -> Tree:
     """Require one scalar mean loss, under one of its two names, or none; `others` are keywords."""
     if value is not None and loss is not None:
         advice = "Both are the mean loss: pass it once."
-        _check.fail(where, "loss", "left out where `value` is given", _check.show(loss), advice)
+        _check.fail("loss", "left out where `value` is given", _check.show(loss), advice)
     name, given = ("value", value) if loss is None else ("loss", loss)
     if given is None:
         if misnamed := [name for name in MISNAMED if name in others]:
             rule = "left out unless `value` is passed"
             advice = "If it is the mean loss, pass it as `value=`; if not, pass `value=` as well."
-            _check.fail(where, misnamed[0], rule, "no `value`", advice)
+            _check.fail(misnamed[0], rule, "no `value`", advice)
         return None
     is_number = _check.is_real(getattr(given, "dtype", type(given))) and type(given) is not bool
     if not is_number or jnp.shape(given) != ():
         got = f"shape {jnp.shape(given)}" if is_number else _check.show(given)
-        _check.fail(where, name, "the scalar mean loss", got)
+        _check.fail(name, "the scalar mean loss", got)
     return given
 
 
-def schedule(where: str, step_size: StepSize) -> optax.Schedule:
+def schedule(step_size: StepSize) -> optax.Schedule:
     """Turn a number into a constant schedule, and check the numbers of any other schedule."""
     if not callable(step_size):
         return lambda count: step_size
 
+    # It is called later.
+    @_check.called(_check.function_name())
     def size(count: Tree) -> Tree:
         number = step_size(count)
         is_number = _check.is_real(getattr(number, "dtype", type(number))) and np.ndim(number) == 0
         if not is_number or isinstance(number, bool):
             rule = "a schedule that gives a number for each count of steps"
-            _check.fail(where, "step_size", rule, f"one that gives {_check.show(number)}")
+            _check.fail("step_size", rule, f"one that gives {_check.show(number)}")
         # The dynamics reject the step of a traced one.
         if not isinstance(number, jax.core.Tracer) and np.less(number, 0):
             rule = "a schedule that gives no number below 0"
-            _check.fail(where, "step_size", rule, f"one that gives {number}")
+            _check.fail("step_size", rule, f"one that gives {number}")
         return number
 
     return size
