@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -152,110 +153,171 @@ def warmstart(
     # The argument check has converted a seed to a typed key.
     typed = cast(jax.Array, key)
     members = _begin(init_fn, optimizer, num_members, typed, stochastic, aux, mesh, specs)
-    shapes = _on_host.shapes_of_one(members.params)
-    if _settings.of(optimizer, shapes) is not None:
-        warn("`warmstart`: `optimizer` is a sampler, which gives draws. Pass it to `sample`.")
-    elif check and not stochastic:
-        first = _on_host.first_alike(_on_host.local(members.params))
-        if copies := [member for member, like in enumerate(first) if first.count(like) > 1]:
-            what = f"the same parameters for members {copies}. Does it use its key?"
-            warn(f"`warmstart`: `init_fn` returned {what}")
-    steps = _steps(loss, optimizer, patience, validation is None)
-    train, judge = (parallel.step(step, members, mesh=mesh) for step in steps)
-    with _check.called("warmstart", "parallel.place_batch", batch="validation"):
-        held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
-    hint = _checks.advice_on_single(batches)
-    losses = _checks.Losses("warmstart", loss, num_members, False, mesh, hint)
-    epoch, signal, checkpoints = 0, None, None
-    batch = None if validation is None else jax.tree.map(np.shape, validation)
-    identity: Options = {
-        "stochastic": stochastic,
-        "num_members": num_members,
-        "patience": patience,
-        "key": np.asarray(jax.random.key_data(typed)).tolist(),
-        "validation": None if batch is None else str(batch),
-        "batches": _directory.describe_batches("warmstart", batches),
-        "steps_per_epoch": steps_per_epoch,
-    }
-    stream = None if steps_per_epoch is None else _host.Stream(batches)
-
-    def of_epochs(number: int) -> Iterable[Batch]:
-        """Return the batches of a number of epochs."""
-        if stream is None:
-            return chain.from_iterable(batches for _ in range(number))
-        return islice(stream, number * cast(int, steps_per_epoch))
-
+    checks = check and not stochastic
+    _check_start(members, optimizer, checks)
+    given = optimizer, batches, steps_per_epoch, validation, num_epochs, patience, checks, mesh
+    training = _Training(members, loss, *given)
+    same: Options = {"stochastic": stochastic, "num_members": num_members, "patience": patience}
+    same["key"] = np.asarray(jax.random.key_data(typed)).tolist()
+    same["validation"] = None if validation is None else str(jax.tree.map(np.shape, validation))
+    same["batches"] = _directory.describe_batches("warmstart", batches)
+    same["steps_per_epoch"] = steps_per_epoch
     with ExitStack() as closing:
         if directory is not None:
-            folder = Path(directory)
-            closing.enter_context(_directory.lock("warmstart", folder))
-            checkpoints = _directory.Checkpoints(folder, checkpoint_minutes, "warmstart")
-            if place := checkpoints.place():
-                _directory.check_settings("warmstart", folder, place["run"], identity)
-            if restored := checkpoints.restore(members):
-                members, epoch = restored[0], restored[1]["epoch"]
+            closing.enter_context(_directory.lock("warmstart", Path(directory)))
+            training.restore(Path(directory), checkpoint_minutes, same)
         bar = closing.enter_context(Bar(num_epochs, "warm start", progress))
         stop_requested = closing.enter_context(_host.stop_signals())
-        first_epoch = epoch
-        if epoch < num_epochs and not _are_done(members, patience):
-            # To the order that a shuffled pass has next; passes over a list are all equal.
-            if stream is not None or not isinstance(batches, Sequence):
-                collections.deque(of_epochs(epoch), maxlen=0)
-        elif epoch:
-            what = f"Its {num_members} members, trained for {epoch} epochs, are returned."
+        if training.epoch and training.is_done():
+            what = f"Its {num_members} members, trained for {training.epoch} epochs, are returned."
             warn(f"`warmstart`: the training in {directory} is finished. {what}")
-        while epoch < num_epochs and not signal and not _are_done(members, patience):
-            num_batches, copies = 0, not isinstance(batches, (list, tuple))
-            for num_batches, given in enumerate(of_epochs(1), 1):
-                batch = _on_host.as_numeric("warmstart", "batches", given, copy=copies)
-                if epoch == 0 and num_batches == 1:
-                    losses.check(members, batch)
-                    if check and not stochastic:
-                        of_batch = partial(losses, members)
-                        like = _on_host.shapes_of_one(members)
-                        counted = _checks.Counted(None, False, None if mesh else loss, like)
-                        _checks.warn_of_sum("warmstart", of_batch, batch, counted, mesh)
-                    if validation is not None:
-                        losses.check(members, validation, "validation")
-                        # A loss may ignore missing numbers.
-                        if not _checks.is_finite(validation) and not np.any(
-                            np.isfinite(_on_host.local(losses(members, validation)))
-                        ):
-                            _check.fail("warmstart", "validation", "finite", "nan or inf")
-                members = train(members, losses.put(batch))
-                if epoch == first_epoch and num_batches == 1:
-                    bar.show(epoch)
-            epoch += 1
-            if not num_batches:
-                rule = "an iterable that yields batches in every epoch, such as a list"
-                _check.fail("warmstart", "batches", rule, f"none in epoch {epoch}")
-            members = judge(members, held_out)
-            bar.show(epoch, loss=f"{np.mean(_on_host.local(members.best_loss)):.4f}")
-            is_due = checkpoints is not None and checkpoints.is_due()
-            signal, is_due = _host.agree(stop_requested(), is_due)
-            if checkpoints is not None and is_due:
-                checkpoints.save(epoch, members, {"epoch": epoch, "run": identity})
-        if epoch < num_epochs and not signal:
+        else:
+            training.skip_epochs()
+        signal = None
+        while not signal and not training.is_done():
+            training.run_epoch(bar)
+            signal, is_due = _host.agree(stop_requested(), training.is_due())
+            if is_due:
+                training.save()
+        if training.epoch < num_epochs and not signal:
             bar.end("no smaller validation loss")
-        if checkpoints is not None:
-            checkpoints.save(epoch, members, {"epoch": epoch, "run": identity})
+        training.save()
     if signal:
         # The members may be half trained.
-        epochs = f"{epoch} of at most {num_epochs} epochs"
+        epochs = f"{training.epoch} of at most {num_epochs} epochs"
         message = f"`warmstart` was stopped by {signal} after {epochs}. "
         message += _directory.how_to_resume(directory)
         if signal == "SIGTERM" and directory is not None:
             raise KeyboardInterrupt(message)
         warn(message)
+    best = _checked(training.members)
+    return best["params"] if aux is None else best
+
+
+def _check_start(members: Members, optimizer: optax.GradientTransformationExtraArgs, checks: bool):
+    """Warn of a sampler in place of the optimizer, and of members with the same parameters."""
+    shapes = _on_host.shapes_of_one(members.params)
+    if _settings.of(optimizer, shapes) is not None:
+        warn("`warmstart`: `optimizer` is a sampler, which gives draws. Pass it to `sample`.")
+    elif checks:
+        first = _on_host.first_alike(_on_host.local(members.params))
+        if copies := [member for member, like in enumerate(first) if first.count(like) > 1]:
+            what = f"the same parameters for members {copies}. Does it use its key?"
+            warn(f"`warmstart`: `init_fn` returned {what}")
+
+
+def _checked(members: Members) -> Tree:
+    """Return the best weights; each member must have had a finite loss."""
     lost = np.flatnonzero(~np.isfinite(_on_host.local(members.best_loss))).tolist()
     if lost:
         rule, got = "finite for every member after some epoch", f"never so for the members {lost}"
         advice = "Are the batches and `validation` finite? Try a smaller learning rate."
         _check.fail("warmstart", "loss_fn", rule, got, advice)
     if members.num_lost is not None and np.any(lost := _on_host.local(members.num_lost)):
-        at = _checks.listed(aux, np.any(lost, axis=0))
+        at = _checks.listed(members.aux, np.any(lost, axis=0))
         warn(f"`warmstart`: `aux` was not finite at {at} after {np.max(lost)} steps. {KEPT}")
-    return members.best["params"] if aux is None else members.best
+    return members.best
+
+
+@dataclasses.dataclass
+class _Training:
+    """Members after `epoch` epochs, which `run_epoch` trains on."""
+
+    members: Members
+    loss: _checks.FullLoss
+    optimizer: optax.GradientTransformationExtraArgs
+    batches: Iterable[Batch]
+    steps_per_epoch: int | None
+    validation: Batch
+    num_epochs: int
+    patience: int
+    checks: bool
+    mesh: Mesh | None
+    checkpoints: _directory.Checkpoints | None = None
+    epoch: int = 0
+    first_epoch: int = 0  # That of this call.
+
+    def __post_init__(self):
+        mesh, members, validation = self.mesh, self.members, self.validation
+        steps = _steps(self.loss, self.optimizer, self.patience, validation is None)
+        self.train, self.judge = (parallel.step(step, members, mesh=mesh) for step in steps)
+        with _check.called("warmstart", "parallel.place_batch", batch="validation"):
+            held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
+        self.held_out, hint = held_out, _checks.advice_on_single(self.batches)
+        number = len(members.stale)
+        self.losses = _checks.Losses("warmstart", self.loss, number, False, mesh, hint)
+        self.stream = None if self.steps_per_epoch is None else _host.Stream(self.batches)
+
+    def restore(self, folder: Path, minutes: float, same: Options):
+        """Keep checkpoints in a folder, and continue from the newest, with the `same` settings."""
+        self.checkpoints, self.same = _directory.Checkpoints(folder, minutes, "warmstart"), same
+        if place := self.checkpoints.place():
+            _directory.check_settings("warmstart", folder, place["run"], same)
+        if restored := self.checkpoints.restore(self.members):
+            self.members, self.epoch = restored[0], restored[1]["epoch"]
+        self.first_epoch = self.epoch
+
+    def save(self):
+        """Write a checkpoint if there is a folder for it."""
+        if self.checkpoints is not None:
+            self.checkpoints.save(self.epoch, self.members, {"epoch": self.epoch, "run": self.same})
+
+    def is_due(self) -> bool:
+        """Return whether it is time for a checkpoint."""
+        return self.checkpoints is not None and self.checkpoints.is_due()
+
+    def is_done(self) -> bool:
+        """Return whether all epochs are made, or no member has improved for `patience` epochs."""
+        if self.epoch >= self.num_epochs:
+            return True
+        runs = bool(np.any(_on_host.local(self.members.stale) < self.patience))
+        return not any(_host.any_process(runs))
+
+    def _take(self, number: int) -> Iterable[Batch]:
+        """Return the batches of a number of epochs."""
+        if self.stream is None:
+            return chain.from_iterable(self.batches for _ in range(number))
+        return islice(self.stream, number * cast(int, self.steps_per_epoch))
+
+    def skip_epochs(self):
+        """Read the batches of epochs before, for the order that a shuffled pass has next."""
+        # Passes over a list are all equal.
+        if self.stream is not None or not isinstance(self.batches, Sequence):
+            collections.deque(self._take(self.epoch), maxlen=0)
+
+    def run_epoch(self, bar: Bar):
+        """Train for an epoch, and compute the validation loss."""
+        number, copies = 0, not isinstance(self.batches, (list, tuple))
+        for number, given in enumerate(self._take(1), 1):
+            batch = _on_host.as_numeric("warmstart", "batches", given, copy=copies)
+            if number == 1 and self.epoch == 0:
+                self._check(batch)
+            self.members = self.train(self.members, self.losses.put(batch))
+            if number == 1 and self.epoch == self.first_epoch:
+                bar.show(self.epoch)
+        self.epoch += 1
+        if not number:
+            rule = "an iterable that yields batches in every epoch, such as a list"
+            _check.fail("warmstart", "batches", rule, f"none in epoch {self.epoch}")
+        self.members = self.judge(self.members, self.held_out)
+        loss = np.mean(_on_host.local(self.members.best_loss))
+        bar.show(self.epoch, loss=f"{loss:.4f}")
+
+    def _check(self, batch: Batch):
+        """Check the loss on the first batch and on the validation."""
+        self.losses.check(self.members, batch)
+        of_batch = partial(self.losses, self.members)
+        if self.checks:
+            like = _on_host.shapes_of_one(self.members)
+            counted = _checks.Counted(None, False, None if self.mesh else self.loss, like)
+            _checks.warn_of_sum("warmstart", of_batch, batch, counted, self.mesh)
+        if self.validation is not None:
+            self.losses.check(self.members, self.validation, "validation")
+            # A loss may ignore missing numbers.
+            if not _checks.is_finite(self.validation) and not np.any(
+                np.isfinite(_on_host.local(of_batch(self.validation)))
+            ):
+                _check.fail("warmstart", "validation", "finite", "nan or inf")
 
 
 @_check.called("warmstart", "parallel.place", "parallel.init", tree="params", sampler="optimizer")
@@ -339,12 +401,6 @@ def _steps(
         )
 
     return train, judge
-
-
-def _are_done(members: Members, patience: int) -> bool:
-    """Return whether no member has improved for `patience` epochs."""
-    (running,) = _host.any_process(bool(np.any(_on_host.local(members.stale) < patience)))
-    return not running
 
 
 WEIGHTS = _check.kind((list, tuple), "a list of at least one parameter tree")
