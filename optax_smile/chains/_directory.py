@@ -268,6 +268,11 @@ def how_to_resume(directory: object) -> str:
     return f"A checkpoint is in {directory}: repeat the call to resume."
 
 
+def stopped(where: str, signal: str, made: str, directory: object) -> str:
+    """Say that a signal stopped a call, after what, and how to resume it."""
+    return f"`{where}` was stopped by {signal} after {made}. {how_to_resume(directory)}"
+
+
 def named(tree: Tree) -> dict[str, jax.Array]:
     """Name the leaves of a tree, keys as integers."""
 

@@ -508,8 +508,7 @@ class Run:
             self._interrupted = signal
             steps = _table.counted(self.num_steps, "step")
             made = f"{steps} and {_table.counted(self._num_kept, 'draw')} per chain"
-            resume = _directory.how_to_resume(self._directory)
-            raise Interrupted(f"`{self.where}` was stopped by {signal} after {made}. {resume}")
+            raise Interrupted(_directory.stopped(self.where, signal, made, self._directory))
 
     @_method
     def checkpoint(self):

@@ -249,8 +249,7 @@ def select(
         plan = _Plan(num_warmup, num_draws, thin, steps_per_dispatch)
         rounds = _Rounds(plan.rounds(len(candidates), largest_cost), settings, start_lppd, folder)
         bar = closing.enter_context(Bar(plan.end + rounds.cost(), "selecting", progress))
-        runs = _Runs(begin, plan, predictor, rounds.done(), folder, bar)
-        closing.push(runs.close)
+        runs = closing.enter_context(_Runs(begin, plan, predictor, rounds.done(), folder, bar))
         try:
             for end in rounds:
                 for name in rounds.contenders():
@@ -259,7 +258,6 @@ def select(
                 # Finalists may run again.
                 if len(rounds.running) > 1:
                     runs.keep(rounds.running)
-            runs.keep(rounds.running)
             runs.finish(*rounds.running)
         except Interrupted as interrupt:
             if len(rounds.running) > 1 or not runs[rounds.running[0]].num_draws:
@@ -443,7 +441,7 @@ class _Rounds:
 
 
 @dataclasses.dataclass
-class _Runs:
+class _Runs(contextlib.AbstractContextManager):
     """Runs of candidates, each begun where it is first needed."""
 
     begin: Callable[[str], Run]
@@ -467,8 +465,7 @@ class _Runs:
         for name in self.live.keys() - names:
             self.live.pop(name).close()
 
-    def close(self, *error: Unchecked):
-        """Close all runs, as `__exit__` does."""
+    def __exit__(self, *error: Unchecked):
         while self.live:
             self.live.popitem()[1].__exit__(*error)
 
@@ -496,7 +493,8 @@ class _Runs:
         return tally.score(max(0.0, doublings))
 
     def finish(self, name: str):
-        """Run the chosen candidate to its end."""
+        """Run the chosen candidate to its end, and close all others."""
+        self.keep([name])
         for _ in self.plan.steps(self[name], self.plan.num_warmup):
             self._show(name)
         for _ in self[name].making(self.plan.num_draws, self.plan.thin):

@@ -153,13 +153,12 @@ def warmstart(
     # The argument check has converted a seed to a typed key.
     typed = cast(jax.Array, key)
     members = _begin(init_fn, optimizer, num_members, typed, stochastic, aux, mesh, specs)
-    checks = check and not stochastic
-    _check_start(members, optimizer, checks)
-    given = optimizer, batches, steps_per_epoch, validation, num_epochs, patience, checks, mesh
+    _check_start(members, optimizer, check)
+    given = optimizer, batches, steps_per_epoch, validation, num_epochs, patience, check, mesh
     training = _Training(members, loss, *given)
     same: Options = {"stochastic": stochastic, "num_members": num_members, "patience": patience}
     same["key"] = np.asarray(jax.random.key_data(typed)).tolist()
-    same["validation"] = None if validation is None else str(jax.tree.map(np.shape, validation))
+    same["validation"] = str(jax.tree.map(np.shape, validation))
     same["batches"] = _directory.describe_batches("warmstart", batches)
     same["steps_per_epoch"] = steps_per_epoch
     with ExitStack() as closing:
@@ -173,40 +172,30 @@ def warmstart(
             warn(f"`warmstart`: the training in {directory} is finished. {what}")
         else:
             training.skip_epochs()
-        signal = None
-        while not signal and not training.is_done():
-            training.run_epoch(bar)
-            signal, is_due = _host.agree(stop_requested(), training.is_due())
-            if is_due:
-                training.save()
-        if training.epoch < num_epochs and not signal:
-            bar.end("no smaller validation loss")
-        training.save()
+        signal = training.run(bar, stop_requested)
     if signal:
         # The members may be half trained.
         epochs = f"{training.epoch} of at most {num_epochs} epochs"
-        message = f"`warmstart` was stopped by {signal} after {epochs}. "
-        message += _directory.how_to_resume(directory)
+        message = _directory.stopped("warmstart", signal, epochs, directory)
         if signal == "SIGTERM" and directory is not None:
             raise KeyboardInterrupt(message)
         warn(message)
-    best = _checked(training.members)
-    return best["params"] if aux is None else best
+    return _best(training.members)
 
 
-def _check_start(members: Members, optimizer: optax.GradientTransformationExtraArgs, checks: bool):
+def _check_start(members: Members, optimizer: optax.GradientTransformationExtraArgs, check: bool):
     """Warn of a sampler in place of the optimizer, and of members with the same parameters."""
     shapes = _on_host.shapes_of_one(members.params)
     if _settings.of(optimizer, shapes) is not None:
         warn("`warmstart`: `optimizer` is a sampler, which gives draws. Pass it to `sample`.")
-    elif checks:
+    elif check and members.key is None:
         first = _on_host.first_alike(_on_host.local(members.params))
         if copies := [member for member, like in enumerate(first) if first.count(like) > 1]:
             what = f"the same parameters for members {copies}. Does it use its key?"
             warn(f"`warmstart`: `init_fn` returned {what}")
 
 
-def _checked(members: Members) -> Tree:
+def _best(members: Members) -> Tree:
     """Return the best weights; each member must have had a finite loss."""
     lost = np.flatnonzero(~np.isfinite(_on_host.local(members.best_loss))).tolist()
     if lost:
@@ -216,12 +205,12 @@ def _checked(members: Members) -> Tree:
     if members.num_lost is not None and np.any(lost := _on_host.local(members.num_lost)):
         at = _checks.listed(members.aux, np.any(lost, axis=0))
         warn(f"`warmstart`: `aux` was not finite at {at} after {np.max(lost)} steps. {KEPT}")
-    return members.best
+    return members.best["params"] if members.aux is None else members.best
 
 
 @dataclasses.dataclass
 class _Training:
-    """Members after `epoch` epochs, which `run_epoch` trains on."""
+    """Members after `epoch` epochs, and what trains them on."""
 
     members: Members
     loss: _checks.FullLoss
@@ -231,7 +220,7 @@ class _Training:
     validation: Batch
     num_epochs: int
     patience: int
-    checks: bool
+    check: bool
     mesh: Mesh | None
     checkpoints: _directory.Checkpoints | None = None
     epoch: int = 0
@@ -257,15 +246,6 @@ class _Training:
             self.members, self.epoch = restored[0], restored[1]["epoch"]
         self.first_epoch = self.epoch
 
-    def save(self):
-        """Write a checkpoint if there is a folder for it."""
-        if self.checkpoints is not None:
-            self.checkpoints.save(self.epoch, self.members, {"epoch": self.epoch, "run": self.same})
-
-    def is_due(self) -> bool:
-        """Return whether it is time for a checkpoint."""
-        return self.checkpoints is not None and self.checkpoints.is_due()
-
     def is_done(self) -> bool:
         """Return whether all epochs are made, or no member has improved for `patience` epochs."""
         if self.epoch >= self.num_epochs:
@@ -285,13 +265,27 @@ class _Training:
         if self.stream is not None or not isinstance(self.batches, Sequence):
             collections.deque(self._take(self.epoch), maxlen=0)
 
-    def run_epoch(self, bar: Bar):
+    def run(self, bar: Bar, stop_requested: Callable[[], str | None]) -> str | None:
+        """Train to the end, or to the end of the epoch of a signal, and return this signal."""
+        signal = None
+        while not signal and not self.is_done():
+            self._run_epoch(bar)
+            is_due = self.checkpoints is not None and self.checkpoints.is_due()
+            signal, is_due = _host.agree(stop_requested(), is_due)
+            if is_due:
+                self._save()
+        if self.epoch < self.num_epochs and not signal:
+            bar.end("no smaller validation loss")
+        self._save()
+        return signal
+
+    def _run_epoch(self, bar: Bar):
         """Train for an epoch, and compute the validation loss."""
         number, copies = 0, not isinstance(self.batches, (list, tuple))
         for number, given in enumerate(self._take(1), 1):
             batch = _on_host.as_numeric("warmstart", "batches", given, copy=copies)
             if number == 1 and self.epoch == 0:
-                self._check(batch)
+                self._check_losses(batch)
             self.members = self.train(self.members, self.losses.put(batch))
             if number == 1 and self.epoch == self.first_epoch:
                 bar.show(self.epoch)
@@ -303,11 +297,16 @@ class _Training:
         loss = np.mean(_on_host.local(self.members.best_loss))
         bar.show(self.epoch, loss=f"{loss:.4f}")
 
-    def _check(self, batch: Batch):
-        """Check the loss on the first batch and on the validation."""
+    def _save(self):
+        """Write a checkpoint if there is a folder for it."""
+        if self.checkpoints is not None:
+            self.checkpoints.save(self.epoch, self.members, {"epoch": self.epoch, "run": self.same})
+
+    def _check_losses(self, batch: Batch):
+        """Check the losses of the first batch and of the validation."""
         self.losses.check(self.members, batch)
         of_batch = partial(self.losses, self.members)
-        if self.checks:
+        if self.check and self.members.key is None:
             like = _on_host.shapes_of_one(self.members)
             counted = _checks.Counted(None, False, None if self.mesh else self.loss, like)
             _checks.warn_of_sum("warmstart", of_batch, batch, counted, self.mesh)
