@@ -62,8 +62,7 @@ class Chains:
         mesh: Mesh | None = None,
         specs: Tree = None,
         hint: str = "",
-        has_centers: bool = False,
-        num_stored: int = 0,
+        num_stored: int | None = None,
     ):
         self.mesh, self.specs, self.per_chain = mesh, specs, per_chain
         self.number = parallel.num_chains("sample", params)
@@ -80,7 +79,7 @@ class Chains:
             aux=None if aux is None else parallel.place(aux, mesh=mesh),
             key=None if loss_key is None else parallel._split_key(loss_key, self.number, mesh=mesh),
             gradients=parallel.place(_checks.no_gradients(self.number, aux), mesh=mesh),
-            centered=self._centered(params, num_stored) if has_centers else None,
+            centered=None if num_stored is None else self._centered(params, num_stored),
             **parallel.place(dict.fromkeys(LOSSES, jnp.zeros(self.number)), mesh=mesh),
         )
         check_place("sample", "sampler", chains.state, params)
@@ -95,7 +94,7 @@ class Chains:
             return parallel.step(function, chains, mesh=mesh, per_chain=per_chain)
 
         # Without and, if there are centres, with a control variate.
-        self.plan = _centers.Plan()
+        self.plan, has_centers = _centers.Plan(), num_stored is not None
         calls = [_call_of_chain(loss, sampler, x) for x in (False, True)[: 1 + has_centers]]
         self._one, self._many = ([program(x) for x in y] for y in (calls, map(_in_turn, calls)))
         self._record = _compiled(_record_of_chain, mesh)
