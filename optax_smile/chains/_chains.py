@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _on_host, _settings, parallel
+from optax_smile import _check, _noise, _on_host, _settings, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile.chains import _centers, _checks
 from optax_smile.diagnostics.findings import Check
@@ -303,7 +303,7 @@ def _call_of_chain(
     """Make one gradient and one update of a chain; a rejected step leaves `aux` unchanged."""
 
     def one_call(chain: Chain, batch: Batch) -> Chain:
-        key, used = _split(chain)
+        key, used = _noise.next_key(chain.key)
         centered = chain.centered if is_reduced else None
         of_batch = loss if centered is None else centered.reduced(loss)
         value_and_grad = jax.value_and_grad(of_batch, has_aux=True)
@@ -341,14 +341,6 @@ def _call_of_chain(
     return one_call
 
 
-def _split(chain: Chain) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return the next key of a chain and the one to use now, of a stochastic loss."""
-    if chain.key is None:
-        return None, None
-    key, used = jax.random.split(chain.key)
-    return key, used
-
-
 def _move_center(chain: Chain, _: Batch) -> Chain:
     assert chain.centered is not None
     return chain._replace(centered=chain.centered.moved(last_accepted(chain.state, chain.params)))
@@ -356,14 +348,14 @@ def _move_center(chain: Chain, _: Batch) -> Chain:
 
 def _gather(loss: _checks.FullLoss, number: float, chain: Chain, batch: Batch) -> Chain:
     assert chain.centered is not None
-    key, used = _split(chain)
+    key, used = _noise.next_key(chain.key)
     centered = chain.centered.gathered(loss, chain.aux, used, batch, number)
     return chain._replace(key=key, centered=centered)
 
 
 def _measure(loss: _checks.FullLoss, number: float, chain: Chain, batch: Batch) -> Chain:
     assert chain.centered is not None
-    key, used = _split(chain)
+    key, used = _noise.next_key(chain.key)
     point = last_accepted(chain.state, chain.params)
     centered = chain.centered.measured(loss, point, chain.aux, used, batch, number)
     return chain._replace(key=key, centered=centered)

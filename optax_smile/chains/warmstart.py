@@ -373,7 +373,7 @@ def _steps(
     """Return the training step of one member, and its validation step after an epoch."""
 
     def train(member: Members, batch: Batch) -> Members:
-        key, used = (None, None) if member.key is None else jax.random.split(member.key)
+        key, used = _noise.next_key(member.key)
         value_and_grad = jax.value_and_grad(loss, has_aux=True)
         (value, aux), grads = value_and_grad(member.params, member.aux, used, batch)
         updates, state = optimizer.update(grads, member.state, member.params, value=value)
@@ -470,10 +470,7 @@ def chains_from_weights(
     def disturb(chain, noise):
         sizes = jax.tree.map(lambda x: jnp.sqrt(jnp.mean(x**2)), chain)
         are_zero = jnp.all(jnp.stack([size == 0 for size in jax.tree.leaves(sizes)]))
-
-        def disturb_leaf(x, size, y):
-            return x + jitter * jnp.where(are_zero, 1, size) * y
-
-        return jax.tree.map(disturb_leaf, chain, sizes, noise)
+        units = jax.tree.map(lambda size: jnp.where(are_zero, 1, size), sizes)
+        return jax.tree.map(lambda x, unit, y: x + jitter * unit * y, chain, units, noise)
 
     return jax.vmap(disturb)(chains, _noise.normal_like(drawn, chains))

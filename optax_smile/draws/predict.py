@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from optax_smile import _check, _check_trees, parallel
-from optax_smile._types import Batch, Output, Tree
+from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.draws import _checks
 from optax_smile.draws.likelihoods import Likelihood, Name, are_probabilities, form_of
@@ -97,18 +97,10 @@ def predict(
 
     Source: entropy and mutual information: Depeweg et al. 2018.
     """
+    given: Options = {"likelihood": likelihood, "targets": targets, "batch_size": batch_size}
+    given |= {"num_chains": getattr(snapshots, "num_chains", None), "per": per}
     with _check.called("predict", "Predictor", "Predictor.update", params="snapshots"):
-        predictor = Predictor(
-            apply_fn,
-            inputs,
-            likelihood=likelihood,
-            targets=targets,
-            batch_size=batch_size,
-            num_chains=getattr(snapshots, "num_chains", None),
-            per=per,
-            mesh=mesh,
-            specs=specs,
-        )
+        predictor = Predictor(apply_fn, inputs, mesh=mesh, specs=specs, **given)
         for params in snapshots:
             predictor.update(params)
         return predictor.finalize()
