@@ -115,16 +115,16 @@ class _Candidates(_check.Constraint):
 
     text = "a dict of at least one sampler or optimizer by name, a valid folder name"
 
-    def __call__(self, where, argument, value, given=_check.NOTHING):
+    def __call__(self, argument, value, given=_check.NOTHING):
         def is_name(x) -> bool:
             is_text = isinstance(x, str) and x.strip(". ") and x != ROUNDS
             return bool(is_text) and not {*'/\\:*?"<>|\0'} & {*x}
 
         if not isinstance(value, Mapping) or not value or not all(map(is_name, value)):
             got = [*value] if isinstance(value, Mapping) else _check.show(value)
-            _check.fail(where, argument, self.text, got)
+            _check.fail(argument, self.text, got)
         for name, candidate in value.items():
-            _check.TRANSFORMATION(where, f"{argument}[{name!r}]", candidate)
+            _check.TRANSFORMATION(f"{argument}[{name!r}]", candidate)
         return dict(value)
 
 
@@ -226,9 +226,9 @@ def select(
         >>> selection.best, selection.draws.num_draws
         ('sgld', 30)
     """
-    validation = _on_host.as_numeric("select", "validation", tuple(validation), copy=True)
+    validation = _on_host.as_numeric("validation", tuple(validation), copy=True)
     if (number := jax.process_count()) > 1:
-        _check.fail("select", "params", "arrays of a single process", f"{number} processes")
+        _check.fail("params", "arrays of a single process", f"{number} processes")
     folder = None if directory is None else Path(directory).absolute()
     places: Options = {"mesh": mesh, "specs": specs}
     given: Options = {"key": key, "stochastic": stochastic, "per_chain": per_chain, "check": check}
@@ -237,7 +237,7 @@ def select(
     def begin(name: str) -> Run:
         own: Options = {"control_variate": control_variate if settings[name] else None}
         own["directory"] = None if folder is None else folder / name
-        return _Run(loss_fn, params, batches, candidates[name], **own, **given)
+        return _Quiet(loss_fn, params, batches, candidates[name], **own, **given)
 
     with _check.called("select", *PARTS, **RENAMED), contextlib.ExitStack() as closing:
         start, (inputs, targets) = Snapshots.from_members(params), validation
@@ -266,10 +266,10 @@ def select(
         return _result(rounds, runs, start_lppd)
 
 
-class _Run(Run):
-    """A run whose warnings name `select`."""
+class _Quiet(Run):
+    """A run that does not warn of an optimizer."""
 
-    where, announces = "select", False
+    announces = False
 
 
 class _Plan(NamedTuple):
@@ -369,7 +369,7 @@ class _Rounds:
             if (theirs := stored.get(what)) != mine:
                 rule = f"new, or hold a selection with the same {what}: {_check.cut(mine)}"
                 got = f"{file.parent} with {_check.cut(theirs)}"
-                _check.fail("select", "directory", rule, got)
+                _check.fail("directory", rule, got)
         self.found = [{name: Score(*x) for name, x in each.items()} for each in stored["found"]]
 
     def __iter__(self) -> Iterator[int]:
@@ -400,7 +400,7 @@ class _Rounds:
         scores, best = self.scores, _best(self.scores)
         if self.num_dropped and not np.isfinite([_mean(x.density) for x in scores.values()]).any():
             rule = "candidates of which one keeps all chains and predictions finite"
-            _check.fail("select", "candidates", rule, [*scores])
+            _check.fail("candidates", rule, [*scores])
         ranked = sorted(scores, key=lambda name: -_mean(scores[name].projected))
 
         def is_equal(name: str) -> bool:
@@ -486,7 +486,7 @@ class _Runs(contextlib.AbstractContextManager):
         run.checkpoint()
         if run.num_steps != end or not tally.scored:
             got = f"one with a run of {run.num_steps} steps"
-            _check.fail("select", "directory", "new, or hold the same selection", got)
+            _check.fail("directory", "new, or hold the same selection", got)
         if np.any(run.stats["num_nonfinite"] > MOST_NONFINITE * run.stats["num_gradients"]):
             return BROKEN
         doublings = np.log2(plan.num_draws * plan.thin / ((1 - BURN_IN) * end))

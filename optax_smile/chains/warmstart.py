@@ -148,8 +148,8 @@ def warmstart(
     `sample`: Sommer et al. 2024.
     """
     optimizer = optax.with_extra_args_support(optimizer)
-    validation = _on_host.as_numeric("warmstart", "validation", validation, copy=True)
-    loss = _checks.loss_of("warmstart", loss_fn, aux is not None, stochastic)
+    validation = _on_host.as_numeric("validation", validation, copy=True)
+    loss = _checks.loss_of(loss_fn, aux is not None, stochastic)
     # The argument check has converted a seed to a typed key.
     typed = cast(jax.Array, key)
     members = _begin(init_fn, optimizer, num_members, typed, stochastic, aux, mesh, specs)
@@ -159,11 +159,11 @@ def warmstart(
     same: Options = {"stochastic": stochastic, "num_members": num_members, "patience": patience}
     same["key"] = np.asarray(jax.random.key_data(typed)).tolist()
     same["validation"] = str(jax.tree.map(np.shape, validation))
-    same["batches"] = _directory.describe_batches("warmstart", batches)
+    same["batches"] = _directory.describe_batches(batches)
     same["steps_per_epoch"] = steps_per_epoch
     with ExitStack() as closing:
         if directory is not None:
-            closing.enter_context(_directory.lock("warmstart", Path(directory)))
+            closing.enter_context(_directory.lock(Path(directory)))
             training.restore(Path(directory), checkpoint_minutes, same)
         bar = closing.enter_context(Bar(num_epochs, "warm start", progress))
         stop_requested = closing.enter_context(_host.stop_signals())
@@ -176,7 +176,7 @@ def warmstart(
     if signal:
         # The members may be half trained.
         epochs = f"{training.epoch} of at most {num_epochs} epochs"
-        message = _directory.stopped("warmstart", signal, epochs, directory)
+        message = _directory.stopped(signal, epochs, directory)
         if signal == "SIGTERM" and directory is not None:
             raise KeyboardInterrupt(message)
         warn(message)
@@ -201,7 +201,7 @@ def _best(members: Members) -> Tree:
     if lost:
         rule, got = "finite for every member after some epoch", f"never so for the members {lost}"
         advice = "Are the batches and `validation` finite? Try a smaller learning rate."
-        _check.fail("warmstart", "loss_fn", rule, got, advice)
+        _check.fail("loss_fn", rule, got, advice)
     if members.num_lost is not None and np.any(lost := _on_host.local(members.num_lost)):
         at = _checks.listed(members.aux, np.any(lost, axis=0))
         warn(f"`warmstart`: `aux` was not finite at {at} after {np.max(lost)} steps. {KEPT}")
@@ -234,14 +234,14 @@ class _Training:
             held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
         self.held_out, hint = held_out, _checks.advice_on_single(self.batches)
         number = len(members.stale)
-        self.losses = _checks.Losses("warmstart", self.loss, number, False, mesh, hint)
+        self.losses = _checks.Losses(self.loss, number, False, mesh, hint)
         self.stream = None if self.steps_per_epoch is None else _host.Stream(self.batches)
 
     def restore(self, folder: Path, minutes: float, same: Options):
         """Keep checkpoints in a folder, and continue from the newest, with the `same` settings."""
         self.checkpoints, self.same = _directory.Checkpoints(folder, minutes, "warmstart"), same
         if place := self.checkpoints.place():
-            _directory.check_settings("warmstart", folder, place["run"], same)
+            _directory.check_settings(folder, place["run"], same)
         if restored := self.checkpoints.restore(self.members):
             self.members, self.epoch = restored[0], restored[1]["epoch"]
         self.first_epoch = self.epoch
@@ -283,7 +283,7 @@ class _Training:
         """Train for an epoch, and compute the validation loss."""
         number, copies = 0, not isinstance(self.batches, (list, tuple))
         for number, given in enumerate(self._take(1), 1):
-            batch = _on_host.as_numeric("warmstart", "batches", given, copy=copies)
+            batch = _on_host.as_numeric("batches", given, copy=copies)
             if number == 1 and self.epoch == 0:
                 self._check_losses(batch)
             self.members = self.train(self.members, self.losses.put(batch))
@@ -292,7 +292,7 @@ class _Training:
         self.epoch += 1
         if not number:
             rule = "an iterable that yields batches in every epoch, such as a list"
-            _check.fail("warmstart", "batches", rule, f"none in epoch {self.epoch}")
+            _check.fail("batches", rule, f"none in epoch {self.epoch}")
         self.members = self.judge(self.members, self.held_out)
         loss = np.mean(_on_host.local(self.members.best_loss))
         bar.show(self.epoch, loss=f"{loss:.4f}")
@@ -309,14 +309,14 @@ class _Training:
         if self.check and self.members.key is None:
             like = _on_host.shapes_of_one(self.members)
             counted = _checks.Counted(None, False, None if self.mesh else self.loss, like)
-            _checks.warn_of_sum("warmstart", of_batch, batch, counted, self.mesh)
+            _checks.warn_of_sum(of_batch, batch, counted, self.mesh)
         if self.validation is not None:
             self.losses.check(self.members, self.validation, "validation")
             # A loss may ignore missing numbers.
             if not _checks.is_finite(self.validation) and not np.any(
                 np.isfinite(_on_host.local(of_batch(self.validation)))
             ):
-                _check.fail("warmstart", "validation", "finite", "nan or inf")
+                _check.fail("validation", "finite", "nan or inf")
 
 
 @_check.called("warmstart", "parallel.place", "parallel.init", tree="params", sampler="optimizer")
@@ -332,19 +332,19 @@ def _begin(
 ) -> Members:
     """Make the members before the first step, each on its row of devices."""
     key, loss_key = jax.random.split(key) if stochastic else (key, None)
-    if aux is not None and parallel.num_chains("warmstart", aux, "aux") != num_members:
+    if aux is not None and parallel.num_chains(aux, "aux") != num_members:
         rule = f"a tree whose leaves have a leading axis of {num_members} members"
-        _check.fail("warmstart", "aux", rule, jax.tree.map(jnp.shape, aux))
-    parallel.check_mesh("warmstart", mesh, num_members)
+        _check.fail("aux", rule, jax.tree.map(jnp.shape, aux))
+    parallel.check_mesh(mesh, num_members)
     # For an optimizer with noise: not one of the keys of the initial parameters.
     state_key = jax.random.fold_in(key, num_members)
     keys = parallel._split_key(key, num_members, mesh=mesh)
     like = jax.ShapeDtypeStruct(keys.shape, keys.dtype)
-    shapes = _check.traced("warmstart", "init_fn", jax.vmap(init_fn), like, rule=INIT_RULE)
+    shapes = _check.traced("init_fn", jax.vmap(init_fn), like, rule=INIT_RULE)
     dtypes = [x.dtype for x in jax.tree.leaves(shapes)]
     if not dtypes or not all(jnp.issubdtype(x, jnp.inexact) for x in dtypes):
-        _check.fail("warmstart", "init_fn", INIT_RULE, f"one that returns {_check.cut(shapes)}")
-    own = parallel._shardings("warmstart", shapes, mesh, specs, "params")
+        _check.fail("init_fn", INIT_RULE, f"one that returns {_check.cut(shapes)}")
+    own = parallel._shardings(shapes, mesh, specs, "params")
     params = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)(keys)
     unknown, arrays = np.full(num_members, np.inf, _tree.dtype(params)), len(jax.tree.leaves(aux))
 
@@ -444,20 +444,18 @@ def chains_from_weights(
         >>> chains["w"].shape
         (4, 3)
     """
-    where = "chains_from_weights"
     if not jax.tree.leaves(weights[:1]):
-        got = "trees with no arrays" if weights else "an empty list"
-        _check.fail(where, "weights", WEIGHTS.text, got)
-    _check.Tree(WEIGHTS.text, finite=True)(where, "weights", weights)
+        _check.fail("weights", WEIGHTS.text, "trees with no arrays" if weights else "an empty list")
+    _check.Tree(WEIGHTS.text, finite=True)("weights", weights)
     for tree in weights[1:]:
-        _check_trees.check_alike(where, "weights", tree, weights[0], "the first tree")
+        _check_trees.check_alike("weights", tree, weights[0], "the first tree")
     for leaf in jax.tree.leaves(weights[0]):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            _check.fail(where, "weights", "floating-point parameters", jnp.result_type(leaf))
+            _check.fail("weights", "floating-point parameters", jnp.result_type(leaf))
     num_chains = len(weights) if num_chains is None else num_chains
     if num_chains < len(weights):
         rule = f"at least {len(weights)}, the number of `weights`"
-        _check.fail(where, "num_chains", rule, num_chains, "Or pass fewer weights.")
+        _check.fail("num_chains", rule, num_chains, "Or pass fewer weights.")
     chosen = [weights[chain % len(weights)] for chain in range(num_chains)]
     chains = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *chosen)
     if jitter is None:
@@ -465,7 +463,7 @@ def chains_from_weights(
     if not jitter:
         return chains
     purpose = "for the jitter that separates chains with equal initial weights"
-    drawn = _check.Key(True, purpose)(where, "key", key)
+    drawn = _check.Key(True, purpose)("key", key)
 
     def disturb(chain, noise):
         sizes = jax.tree.map(lambda x: jnp.sqrt(jnp.mean(x**2)), chain)

@@ -297,15 +297,15 @@ class Microcanonical(Dynamics):
 
 
 def _assemble(name: str, preconditioner: Preconditioner, arguments: Options) -> Microcanonical:
-    momentum = _momentum(name, preconditioner, arguments)
+    momentum = _momentum(preconditioner, arguments)
     length, step_size = momentum.decoherence_length, arguments["step_size"]
     purpose = "because `decoherence_length` is not None"
-    seed = _check.Key(length is not None, purpose)(name, "key", arguments.get("key"))
-    tuner = choose(name, arguments.get("tuner"), step_size, momentum.norm.angle)
+    seed = _check.Key(length is not None, purpose)("key", arguments.get("key"))
+    tuner = choose(arguments.get("tuner"), step_size, momentum.norm.angle)
     return Microcanonical(
         name=name,
-        posterior=_transformation.posterior_of(name, arguments),
-        step_size=_transformation.schedule(name, 1.0 if step_size is None else step_size),
+        posterior=_transformation.posterior_of(arguments),
+        step_size=_transformation.schedule(1.0 if step_size is None else step_size),
         seed=None if length is None else seed,
         chosen={"tuner": tuner} if tuner.sets_step_size else {},
         preconditioner=preconditioner,
@@ -315,20 +315,20 @@ def _assemble(name: str, preconditioner: Preconditioner, arguments: Options) -> 
     )
 
 
-def _momentum(name: str, preconditioner: Preconditioner, arguments: Options) -> Momentum:
+def _momentum(preconditioner: Preconditioner, arguments: Options) -> Momentum:
     scheme, length = SCHEMES[arguments["integrator"]], arguments.get("decoherence_length")
     norm, matrices = arguments.get("norm", "euclidean"), arguments.get("matrices")
     if matrices is not None and norm != "spectral":
-        _check.fail(name, "matrices", "None unless norm='spectral'", _check.show(matrices))
+        _check.fail("matrices", "None unless norm='spectral'", _check.show(matrices))
     rule = f"None together with norm={norm!r}"
     if isinstance(norm, str):
         norm = Spectral(matrices) if norm == "spectral" else Euclidean()
     if length is not None and type(norm).diffuse is Norm.diffuse:
         advice = "Isotropic noise would change what a chain with that norm samples."
-        _check.fail(name, "decoherence_length", rule, repr(length), advice)
+        _check.fail("decoherence_length", rule, repr(length), advice)
     if type(preconditioner) is not Preconditioner and not norm.is_elementwise:
         advice = "With this norm parameters move together, and a scale would change that."
-        _check.fail(name, "preconditioner", rule, preconditioner, advice)
+        _check.fail("preconditioner", rule, preconditioner, advice)
     return Momentum(scheme, norm, length)
 
 
