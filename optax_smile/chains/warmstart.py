@@ -158,7 +158,7 @@ def warmstart(
     training = _Training(members, loss, *given)
     same: Options = {"stochastic": stochastic, "num_members": num_members, "patience": patience}
     same["key"] = np.asarray(jax.random.key_data(typed)).tolist()
-    same["validation"] = str(jax.tree.map(np.shape, validation))
+    same["validation"] = None if validation is None else str(jax.tree.map(np.shape, validation))
     same["batches"] = _directory.describe_batches(batches)
     same["steps_per_epoch"] = steps_per_epoch
     with ExitStack() as closing:
