@@ -142,28 +142,23 @@ class Chains:
             _check.fail("params", rule, got, _checks.NOT_FINITE)
         # Also parameters that the loss does not use.
         _check.Tree(finite=True)("params", self.tree.params)
-        if len(set(losses.tolist())) < len(losses) and not self.per_chain:
-            self._check_different()
+        # They may differ in anything, such as the key of their noise; a random loss has its own.
+        if len({*losses.tolist()}) < len(losses) and not self.per_chain and self.like.key is None:
+            first = _on_host.first_alike(_on_host.local(self.tree))
+            if copies := [chain for chain, like in enumerate(first) if like != chain]:
+                rule = (
+                    "chains with different starts, or a sampler or loss that draws random numbers"
+                )
+                advice = (
+                    "Nothing here is random, so identical chains would stay identical. See"
+                    " `chains_from_weights`, or the sampler's `key`."
+                )
+                _check.fail("params", rule, f"copies in the chains {copies}", advice)
         if warns:
             if self.like.key is None:
                 _checks.warn_of_sum(self.losses, batch, self.counted, self.mesh)
             for check in (_checks.at_least(batch, self.counted), *self.tests(batch)):
                 _checks.warn_if_failed(check)
-
-    def _check_different(self):
-        """Require chains that differ in anything, such as the key of their noise."""
-        if self.like.key is not None:
-            # The loss of each chain has its own key.
-            return
-        first = _on_host.first_alike(_on_host.local(self.tree))
-        copies = [chain for chain, like in enumerate(first) if like != chain]
-        if copies:
-            rule = "chains with different starts, or a sampler or loss that draws random numbers"
-            advice = (
-                "Nothing here is random, so identical chains would stay identical. See"
-                " `chains_from_weights`, or the sampler's `key`."
-            )
-            _check.fail("params", rule, f"copies in the chains {copies}", advice)
 
     def tests(self, batch: Batch) -> Iterator[Check]:
         """Make the tests of the posterior and, unless parameters are sharded, of the program."""

@@ -285,7 +285,10 @@ class Predictor:
         """The compiled function that makes an empty average with the shapes of the outputs."""
 
         def zero(params, batch):
-            return _empty_average(*self._outcome(params, batch))
+            average = _average_of(*self._outcome(params, batch), jnp.int32(0))
+            none = jax.tree.map(jnp.zeros_like, average)
+            least = jax.tree.map(lambda x: x - jnp.inf, none.largest)
+            return none._replace(largest=least, invalid=none.invalid - 1)
 
         return jax.jit(parallel.over_chains(zero, mesh=self.mesh, in_axes=(0, None)))
 
@@ -504,13 +507,6 @@ def _average_of(outcome: Outcome, form: jax.Array, number: jax.Array) -> Average
         invalid=jnp.where(_is_valid(outcome), -1, number),
         form=form,
     )
-
-
-def _empty_average(outcome: Outcome, form: jax.Array) -> Average:
-    """Return the empty average for predictions of the shapes of `outcome`."""
-    zero = jax.tree.map(jnp.zeros_like, _average_of(outcome, form, jnp.int32(0)))
-    least = jax.tree.map(lambda x: x - jnp.inf, zero.largest)
-    return zero._replace(largest=least, invalid=zero.invalid - 1)
 
 
 def _is_valid(outcome: Outcome) -> jax.Array:
