@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_smile import _places, _tree
-from optax_smile._types import Tree
+from optax_smile._types import T
 
 # See `isotropic_like`: from this many parameters on, random signs are as good as normal numbers.
 SMALLEST_NETWORK = 500
 
 
-def normal_like(key: jax.Array, tree: Tree) -> Tree:
+def normal_like(key: jax.Array, tree: T) -> T:
     """Draw a standard normal tree of the shapes and precision of `tree`."""
     leaves, structure = jax.tree.flatten(tree)
     keys = jax.random.split(key, len(leaves))
@@ -28,7 +28,7 @@ def normal_like(key: jax.Array, tree: Tree) -> Tree:
     return jax.tree.unflatten(structure, [draw(*pair) for pair in zip(keys, leaves, strict=True)])
 
 
-def isotropic_like(key: jax.Array, tree: Tree, places: Tree) -> Tree:
+def isotropic_like(key: jax.Array, tree: T, places: _places.Places) -> T:
     """Draw a tree of independent entries with mean 0 and variance 1.
 
     Networks get random signs, which are computed from their place where they are used: normal
@@ -45,7 +45,7 @@ def isotropic_like(key: jax.Array, tree: Tree, places: Tree) -> Tree:
     return jax.tree.map(signs, tree, places)
 
 
-def has_signs(tree: Tree) -> bool:
+def has_signs(tree: object) -> bool:
     """Whether `isotropic_like` draws signs, whose square is one."""
     return _tree.size(tree) >= SMALLEST_NETWORK
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile._types import Tree
+from optax_smile._types import T
 
 
-def fence(tree: Tree) -> Tree:
+def fence(tree: T) -> T:
     """Make XLA recompute from the result instead of storing, on the CPU.
 
     Without it `psmile` stores a gradient: 1.12 temporary arrays instead of 0.12.

@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, ParamSpec
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.core
@@ -22,14 +22,15 @@ import optax
 
 from optax_smile import _check, _check_trees, _joined, _places, _settings, _tree, potential
 from optax_smile._packed import State, pack
-from optax_smile._types import Options, StepSize, Tree, Unchecked
+from optax_smile._types import Options, StepSize, T, Tree, Unchecked
 from optax_smile.potential import PerParameter, Potential
-from optax_smile.samplers._chain import ChainState
+from optax_smile.samplers._chain import ChainState, D
 from optax_smile.stages import probe, rejection
 from optax_smile.state import STATE_FORMAT, check_format, is_concrete, no_update
 
 Arguments = ParamSpec("Arguments")
-Definition = Callable[Arguments, object]
+Particular = TypeVar("Particular")
+Definition = Callable[Arguments, Particular]
 Maker = Callable[Arguments, optax.GradientTransformationExtraArgs]
 # Constraints of the arguments that define the posterior.
 POSTERIOR: dict[str, _check.Constraint] = {
@@ -48,10 +49,10 @@ OF_INIT = "the one given to init"
 
 
 def sampler(
-    assemble: Callable[[str, Tree, Options], Dynamics],
+    assemble: Callable[[str, Particular, Options], Dynamics[Any]],
     constraints: Mapping[str, _check.Constraint],
     fixed: Mapping[str, object] = _check.NOTHING,
-) -> Callable[[Definition[Arguments]], Maker[Arguments]]:
+) -> Callable[[Definition[Arguments, Particular]], Maker[Arguments]]:
     """Turn the definition of a sampler into the function that users call.
 
     The definition is a function with the arguments and the docstring of the sampler. It returns
@@ -60,14 +61,14 @@ def sampler(
     of `SHARED`; `fixed` are arguments that the definition does not have.
     """
 
-    def decorate(define: Definition[Arguments]) -> Maker[Arguments]:
+    def decorate(define: Definition[Arguments, Particular]) -> Maker[Arguments]:
         where, signature = define.__name__, inspect.signature(define)
         rules = {**SHARED, **constraints}
         rules = {argument: rules[argument] for argument in signature.parameters}
 
         @_check.arguments(where, **rules)
         @functools.wraps(define)
-        def build(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Dynamics:
+        def build(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Dynamics[Any]:
             # First, so that Python's own errors about missing arguments name the function.
             particular = define(*args, **kwargs)
             return assemble(where, particular, {**fixed, **_bound(signature, args, kwargs)})
@@ -79,7 +80,7 @@ def sampler(
             dynamics, given = build(*args, **kwargs), _bound(signature, args, kwargs)
 
             @_check.own_flags
-            def init(params: optax.Params) -> Tree:
+            def init(params: optax.Params) -> State[Any]:
                 return dynamics.init(candidates(f"{where}.init", params))
 
             settings = {"name": where, **fixed, **given, **dynamics.chosen}
@@ -125,7 +126,7 @@ def _compiled(update: Callable, arguments: Options) -> Callable:
     return run
 
 
-def _update(dynamics: Dynamics, run: Callable) -> Callable:
+def _update(dynamics: Dynamics[Any], run: Callable) -> Callable:
     """Make the `update` that a loop calls: check its arguments, then run the call."""
     where = f"{dynamics.name}.update"
 
@@ -180,11 +181,11 @@ class Call(NamedTuple):
     params: optax.Params
     value: jax.Array | None
     reject: jax.Array | None
-    places: Tree
+    places: _places.Places
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Dynamics:
+class Dynamics(Generic[D]):
     """A sampler. The families implement `begin` and `process`.
 
     Attributes:
@@ -203,26 +204,27 @@ class Dynamics:
     is_draw: Callable[[jax.Array], jax.Array] = lambda count: jnp.ones_like(count, bool)
     chosen: Options = field(default_factory=dict)
 
-    def begin(self, params: optax.Params) -> Tree:
+    def begin(self, params: optax.Params) -> D:
         """Return the state of the dynamics before the first call."""
         raise NotImplementedError
 
-    def is_elementwise(self, state: ChainState) -> bool:
+    def is_elementwise(self, state: ChainState[D]) -> bool:
         """Return whether `process` does the same to each entry, wherever it lies in the tree."""
         return False
 
-    def process(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
+    def process(self, call: Call, state: ChainState[D]) -> tuple[optax.Updates, ChainState[D]]:
         """Return the displacement and the state after a call.
 
         In `state`, `prior_centre` is None. The caller restores it in the result.
         """
         raise NotImplementedError
 
-    def init(self, params: optax.Params) -> State:
+    def init(self, params: optax.Params) -> State[ChainState[D]]:
         """Return the state before the first call, of floating leaves only."""
-        return pack(self._init(params))
+        state = self._init(params)
+        return pack(state, state.like_params)
 
-    def _init(self, params: optax.Params) -> ChainState:
+    def _init(self, params: optax.Params) -> ChainState[D]:
         potential.check_prior(self.name, self.posterior, params)
         dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
         last_update = no_update(dtype, self.posterior.temperature)
@@ -241,11 +243,11 @@ class Dynamics:
     def update(
         self,
         updates: optax.Updates,
-        packed: State,
+        packed: State[ChainState[D]],
         params: optax.Params,
-        value: Tree,
+        value: jax.Array | None,
         reject: jax.Array | None = None,
-    ) -> tuple[optax.Updates, State]:
+    ) -> tuple[optax.Updates, State[ChainState[D]]]:
         """One call, on trees of arrays: gradients and parameters have None for leaves at rest."""
         known = packed.like_params
         expected = jax.eval_shape(self.init, known)
@@ -270,7 +272,7 @@ class Dynamics:
         # A float64 argument does not widen the state.
         return displacement, packed.pack(after._replace(prior_centre=state.prior_centre))
 
-    def split(self, data: jax.Array | None) -> tuple[jax.Array | None, Tree]:
+    def split(self, data: jax.Array | None) -> tuple[jax.Array | None, Any]:
         """Split the key of a state: the next one, and a typed key for the noise of this call."""
         if data is None or self.seed is None:
             return None, None
@@ -397,7 +399,7 @@ def require_all(where: str, updates: optax.Updates, known: optax.Params):
             _check.fail(where, "updates", "None at the same leaves in every call", got)
 
 
-def take_over(state: Tree, fresh: Tree) -> Tree:
+def take_over(state: object, fresh: T) -> T:
     """Replace arrays of a fresh state of fewer leaves by those of a state, by path and shape."""
     arrays = dict(jax.tree_util.tree_leaves_with_path(state))
 
@@ -408,7 +410,7 @@ def take_over(state: Tree, fresh: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(leaf, fresh)
 
 
-def only(tree: Tree, other: Tree) -> Tree:
+def only(tree: T, other: object) -> T:
     """Put None in the place of leaves where another tree has None."""
     return jax.tree.map(lambda x, y: None if y is None else x, tree, other, is_leaf=_is_none)
 
