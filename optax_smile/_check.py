@@ -4,17 +4,21 @@
     def sample(..., thin=1, mesh=None, resume: bool = True): ...
 
 `DECLARED` has the declarations of all functions, from which the tests make bad input.
+
+Errors name the function that the user called: `arguments` notes its name, or `called` where a
+function has no constraints, runs later or in another thread.
 """
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast, get_args
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast, get_args
 
 import jax
 import jax.core
@@ -55,9 +59,53 @@ class ArgumentError(ValueError):
         return f"{message} {self.advice}".rstrip()
 
 
-def fail(where: str, argument: str, rule: str, got: object, advice: str = "") -> NoReturn:
+class Call(NamedTuple):
+    """A call by the user; `parts` are public functions that it calls, with arguments `renamed`."""
+
+    function: str = "optax_smile"
+    parts: Set[str] = frozenset()
+    renamed: Mapping[str, str] = NOTHING
+
+
+NO_CALL = Call()
+_CALL = contextvars.ContextVar("call", default=NO_CALL)
+
+
+class called(contextlib.ContextDecorator):
+    """Let errors name a function, also those of the `parts` that it calls, see `Call`.
+
+    Inside a call of which the function is a part, they keep the name of the whole.
+    """
+
+    def __init__(self, function: str, *parts: str, **renamed: str):
+        self.call = Call(function, frozenset(parts), renamed)
+
+    def _recreate_cm(self) -> "called":
+        # A function that is decorated may call itself, and can be pickled.
+        return called(self.call.function, *self.call.parts, **self.call.renamed)
+
+    def __enter__(self):
+        call, (function, parts, renamed) = _CALL.get(), self.call
+        if function == call.function or function in call.parts:
+            renamed = {x: call.renamed.get(y, y) for x, y in renamed.items()}
+            new = Call(call.function, {*call.parts, *parts}, {**call.renamed, **renamed})
+        else:
+            new = self.call
+        self.token = _CALL.set(new)
+
+    def __exit__(self, *error: object):
+        _CALL.reset(self.token)
+
+
+def function_name() -> str:
+    """Return the name of the function that the user called."""
+    return _CALL.get().function
+
+
+def fail(argument: str, rule: str, got: object, advice: str = "") -> NoReturn:
     """Raise the error of an argument that breaks a rule."""
-    raise ArgumentError(where, argument, rule, got, advice)
+    call = _CALL.get()
+    raise ArgumentError(call.function, call.renamed.get(argument, argument), rule, got, advice)
 
 
 def own_flags(function: Function_, *, compiles: bool = False) -> Function_:
@@ -80,19 +128,7 @@ on_host = functools.partial(own_flags, compiles=True)
 
 
 @contextlib.contextmanager
-def called(where: str, *parts: str, **arguments: str) -> Iterator[None]:
-    """Rename errors of the functions `parts`, and `arguments` of them such as `tree="params"`."""
-    try:
-        yield
-    except ArgumentError as error:
-        if error.function in parts:
-            error.function = where
-            error.argument = arguments.get(error.argument, error.argument)
-        raise
-
-
-@contextlib.contextmanager
-def calling(where: str, argument: str, rule: str, advice: str = "") -> Iterator[None]:
+def calling(argument: str, rule: str, advice: str = "") -> Iterator[None]:
     """Turn errors that a user's function raises on wrong arguments into an `ArgumentError`."""
     try:
         yield
@@ -100,7 +136,7 @@ def calling(where: str, argument: str, rule: str, advice: str = "") -> Iterator[
         raise
     except MISUSE as error:
         first = (str(error).strip().splitlines() or [""])[0][:LONGEST].rstrip(".")
-        fail(where, argument, rule, f"{type(error).__name__}: {first}", advice)
+        fail(argument, rule, f"{type(error).__name__}: {first}", advice)
 
 
 @contextlib.contextmanager
@@ -112,11 +148,9 @@ def needed(needs: str, extra: str) -> Iterator[None]:
         raise ImportError(f"{needs}: pip install 'optax-smile[{extra}]'") from error
 
 
-def traced(
-    where: str, argument: str, function: Callable, *given: object, rule: str, advice: str = ""
-) -> Any:
+def traced(argument: str, function: Callable, *given: object, rule: str, advice: str = "") -> Any:
     """Return the shapes of the result of a user's function, without running it."""
-    with calling(where, argument, rule, advice):
+    with calling(argument, rule, advice):
         return jax.eval_shape(function, *given)
 
 
@@ -128,12 +162,12 @@ def arguments(name: str = "", /, **constraints: "Constraint") -> Callable[[Funct
     """
 
     def decorate(function: Function_) -> Function_:
-        where = name or function.__name__
+        called_name = name or function.__name__
         signature = inspect.signature(function)
         annotations = {x: given.annotation for x, given in signature.parameters.items()}
         flags = {x: FLAG for x, kind in annotations.items() if kind in (bool, "bool")}
         declared = flags | constraints
-        assert set(declared) <= set(signature.parameters), (where, set(declared))
+        assert set(declared) <= set(signature.parameters), (called_name, set(declared))
 
         @functools.wraps(function)
         def checked(*args: object, **kwargs: object) -> object:
@@ -144,11 +178,12 @@ def arguments(name: str = "", /, **constraints: "Constraint") -> Callable[[Funct
                 return function(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments
-            for argument, constraint in declared.items():
-                given[argument] = constraint(where, argument, given[argument], given)
-            return function(*bound.args, **bound.kwargs)
+            with called(called_name):
+                for argument, constraint in declared.items():
+                    given[argument] = constraint(argument, given[argument], given)
+                return function(*bound.args, **bound.kwargs)
 
-        DECLARED[where] = checked, declared
+        DECLARED[called_name] = checked, declared
         return cast(Function_, checked)
 
     return decorate
@@ -164,9 +199,7 @@ class Constraint:
         """The rule in words, for errors."""
         return self.text
 
-    def __call__(
-        self, where: str, argument: str, value: Any, given: Mapping[str, Any] = NOTHING
-    ) -> Any:
+    def __call__(self, argument: str, value: Any, given: Mapping[str, Any] = NOTHING) -> Any:
         """Check a value; `given` has the arguments whose constraints were declared before."""
         raise NotImplementedError
 
@@ -184,15 +217,15 @@ class Either(Constraint):
     def rule(self) -> str:
         return ", or ".join(option.rule for option in self.options)
 
-    def __call__(self, where, argument, value, given=NOTHING) -> object:
+    def __call__(self, argument, value, given=NOTHING) -> object:
         errors = []
         for option in self.options:
             try:
-                return option(where, argument, value, given)
+                return option(argument, value, given)
             except ArgumentError as error:
                 # Keeping the error would keep this frame and its arguments alive.
                 errors.append((error.rule, error.got, error.advice))
-        fail(where, argument, ", or ".join(rule for rule, *_ in errors), *errors[0][1:])
+        fail(argument, ", or ".join(rule for rule, *_ in errors), *errors[0][1:])
 
 
 @dataclass(frozen=True)
@@ -203,10 +236,10 @@ class Where(Constraint):
     holds: Callable[[Any], object]
     advice: str = ""
 
-    def __call__(self, where, argument, value, given=NOTHING) -> Any:
+    def __call__(self, argument, value, given=NOTHING) -> Any:
         if not self.holds(value):
             advice = self.advice or ("Call it." if callable(value) else "")
-            fail(where, argument, self.text, show(value), advice)
+            fail(argument, self.text, show(value), advice)
         return value
 
 
@@ -226,9 +259,9 @@ class OneOf(Constraint):
         words = [*map(repr, get_args(self.words))]
         return f"one of {', '.join(words)}" if len(words) > 1 else words[0]
 
-    def __call__(self, where, argument, value, given=NOTHING) -> str:
+    def __call__(self, argument, value, given=NOTHING) -> str:
         if not isinstance(value, str) or value not in get_args(self.words):
-            fail(where, argument, self.rule, written(value))
+            fail(argument, self.rule, written(value))
         return value
 
 
@@ -272,7 +305,7 @@ class Real(Constraint):
             below = numbers < self.high
         return above & below & (self.infinite | (abs(numbers) <= kind.max))
 
-    def __call__(self, where, argument, value, given=NOTHING) -> object:
+    def __call__(self, argument, value, given=NOTHING) -> object:
         if isinstance(value, jax.core.Tracer) and self.traced and value.ndim == 0:
             return value
         is_number = is_real(_dtype(value)) and not isinstance(value, (bool, jax.core.Tracer))
@@ -281,9 +314,9 @@ class Real(Constraint):
             with contextlib.suppress(OverflowError):
                 number = np.float64(value)
         if not self.holds(number):
-            fail(where, argument, self.rule, written(value))
+            fail(argument, self.rule, written(value))
         if isinstance(value, int) and abs(value) > LARGEST_WHOLE and not self.large:
-            fail(where, argument, f"{self.rule}, a float beyond {LARGEST_WHOLE}", written(value))
+            fail(argument, f"{self.rule}, a float beyond {LARGEST_WHOLE}", written(value))
         # A strongly typed float64 would widen the float32 state of a chain.
         return float(value) if isinstance(value, np.floating) else value
 
@@ -299,15 +332,15 @@ class Whole(Constraint):
     def rule(self) -> str:
         return f"an integer >= {self.low}"
 
-    def __call__(self, where, argument, value, given=NOTHING) -> int | jax.Array:
+    def __call__(self, argument, value, given=NOTHING) -> int | jax.Array:
         if isinstance(value, jax.core.Tracer) and self.traced:
             return value
         is_whole = jnp.issubdtype(_dtype(value), jnp.integer)
         is_whole &= not isinstance(value, (bool, jax.core.Tracer))
         if not is_whole or np.ndim(value) or value < self.low:
-            fail(where, argument, self.rule, written(value))
+            fail(argument, self.rule, written(value))
         if value > LARGEST_WHOLE:
-            fail(where, argument, f"an integer <= {LARGEST_WHOLE}", written(value))
+            fail(argument, f"an integer <= {LARGEST_WHOLE}", written(value))
         return int(value)
 
 
@@ -317,13 +350,13 @@ class PathLike(Constraint):
 
     text = "a path"
 
-    def __call__(self, where, argument, value, given=NOTHING) -> Path:
+    def __call__(self, argument, value, given=NOTHING) -> Path:
         if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-            fail(where, argument, self.text, show(value))
+            fail(argument, self.text, show(value))
         try:
             return Path(os.fsdecode(value)).expanduser()
         except RuntimeError:
-            fail(where, argument, self.text, repr(value), "There is no such home directory.")
+            fail(argument, self.text, repr(value), "There is no such home directory.")
 
 
 @dataclass(frozen=True)
@@ -342,7 +375,7 @@ class Key(Constraint):
         rule = "a single JAX key, such as jax.random.key(0), or an integer seed from 0 to 2**32 - 1"
         return f"{rule}, {self.purpose}".rstrip(", ")
 
-    def __call__(self, where, argument, value, given=NOTHING) -> Any:
+    def __call__(self, argument, value, given=NOTHING) -> Any:
         if NONE.holds(value) and not self.needed:
             return None
         # Raw words may have the wrong shape for a key, and a seed may exceed 64 bits.
@@ -355,7 +388,7 @@ class Key(Constraint):
             is_whole = jnp.issubdtype(dtype, jnp.integer) and type(value) is not bool and ndim == 0
             if is_whole and (isinstance(value, jax.core.Tracer) or 0 <= int(value) < 2**32):
                 return jax.random.key(value)
-        fail(where, argument, self.rule, written(value))
+        fail(argument, self.rule, written(value))
 
 
 @dataclass(frozen=True)
@@ -370,12 +403,12 @@ class Function(Constraint):
     def rule(self) -> str:
         return self.name or f"a function of {self.form}"
 
-    def __call__(self, where, argument, value, given=NOTHING) -> Callable:
+    def __call__(self, argument, value, given=NOTHING) -> Callable:
         is_model = hasattr(value, "apply") and hasattr(value, "init")
         if not callable(value) or isinstance(value, type) or is_model:
             method = "init" if argument == "init_fn" else "apply"
             advice = f"Pass `model.{method}`, not the model." if is_model else self.advice
-            fail(where, argument, self.rule, show(value), advice)
+            fail(argument, self.rule, show(value), advice)
         names = [name for name in self.form.strip("()").split(", ") if name]
         keywords = {name.removesuffix("="): None for name in names if name.endswith("=")}
         try:
@@ -386,8 +419,7 @@ class Function(Constraint):
         try:
             signature.bind(*names[: len(names) - len(keywords)], **keywords)
         except TypeError as error:
-            got = f"one with the arguments {signature} ({error})"
-            fail(where, argument, self.rule, got, self.advice)
+            fail(argument, self.rule, f"one with the arguments {signature} ({error})", self.advice)
         return value
 
 
@@ -423,7 +455,7 @@ class Tree(Constraint):
             return f"a tree of {kind} {self.axes} with equal leading axes, none of them empty"
         return self.text or "a tree of arrays of numbers"
 
-    def __call__(self, where, argument, value, given=NOTHING) -> object:
+    def __call__(self, argument, value, given=NOTHING) -> object:
         kinds = (jnp.number, jnp.bool_, *(jax.dtypes.prng_key,) * self.keys)
         kinds = (jnp.floating,) if self.floating else kinds
         is_swapped = False
@@ -434,14 +466,14 @@ class Tree(Constraint):
             is_known &= not isinstance(leaf, int) or abs(leaf) <= LARGEST_WHOLE
             is_known &= not np.ma.is_masked(leaf)
             if not is_known or not any(jnp.issubdtype(_dtype(leaf), one) for one in kinds):
-                fail(where, argument, self.rule, f"{show(leaf)} at {at}" if at else show(leaf))
+                fail(argument, self.rule, f"{show(leaf)} at {at}" if at else show(leaf))
             is_swapped |= isinstance(leaf, np.ndarray) and not leaf.dtype.isnative
             is_array = isinstance(leaf, (np.ndarray, jax.Array)) and not is_traced
             # With several processes, all would have to check at the same time.
             if self.finite and is_array and getattr(leaf, "is_fully_addressable", True):
                 with jax.ensure_compile_time_eval():
                     if not bool(jnp.isfinite(leaf).all()):
-                        fail(where, argument, "finite", f"nan or inf at {at or 'the only leaf'}")
+                        fail(argument, "finite", f"nan or inf at {at or 'the only leaf'}")
         rule, number = "", self.axes.count(",")
         lengths = {np.shape(leaf)[:number] for leaf in jax.tree.leaves(value)}
         if self.axes and (len(lengths) != 1 or any(len(x) < number or 0 in x for x in lengths)):
@@ -452,7 +484,7 @@ class Tree(Constraint):
                 rule = f"a tree of arrays {self.axes} that begin with the axes {like}"
         if rule:
             shapes = cut(f"the shapes {jax.tree.map(np.shape, value)}")
-            fail(where, argument, rule, shapes, self.advice)
+            fail(argument, rule, shapes, self.advice)
         return jax.tree.map(native, value) if is_swapped else value
 
 
@@ -484,20 +516,19 @@ class Array(Constraint):
     def rule(self) -> str:
         return f"a non-empty array {self.axes}".rstrip()
 
-    def __call__(self, where, argument, value, given=NOTHING) -> np.ndarray:
-        array = host(where, argument, value)
+    def __call__(self, argument, value, given=NOTHING) -> np.ndarray:
+        array = host(argument, value)
         array = array if self.dtype is None else array.astype(self.dtype)
         if not array.size or not any(_has_axes(array.ndim, x) for x in self.axes.split(" or ")):
-            fail(where, argument, self.rule, f"shape {array.shape}")
+            fail(argument, self.rule, f"shape {array.shape}")
         like = np.shape(given[self.like]) if self.like in given else array.shape
         if array.shape != like:
-            rule = f"of shape {like} to go with `{self.like}`"
-            fail(where, argument, rule, f"shape {array.shape}")
+            fail(argument, f"of shape {like} to go with `{self.like}`", f"shape {array.shape}")
         wrong = ~np.asarray(self.each.holds(array), bool)
         if wrong.any():
             place = tuple(np.argwhere(wrong)[0].tolist())
             rule = f"an array whose every entry is {self.each.rule}"
-            fail(where, argument, rule, f"{array[place]} at {place}")
+            fail(argument, rule, f"{array[place]} at {place}")
         return array
 
 
@@ -506,11 +537,11 @@ def _has_axes(number: int, axes: str) -> bool:
     return number >= len(names) - 1 if names[-1] in ("", "...") else number == len(names)
 
 
-def host(where: str, argument: str, value: Any) -> np.ndarray:
+def host(argument: str, value: Any) -> np.ndarray:
     """Convert a value to an array of real numbers or booleans on the host."""
     got = show(value)
     if any(map(np.ma.is_masked, jax.tree.leaves(value))):
-        fail(where, argument, "an array without masked entries", got)
+        fail(argument, "an array without masked entries", got)
     if not isinstance(value, (jax.core.Tracer, Mapping)):
         # Ragged lists, values that are not arrays, and tensors that need gradients.
         with contextlib.suppress(ValueError, TypeError, RuntimeError):
@@ -518,7 +549,7 @@ def host(where: str, argument: str, value: Any) -> np.ndarray:
             if is_real(found.dtype) or found.dtype == bool:
                 return found
             got = show(value) if found.dtype == object else f"an array of {found.dtype}"
-    fail(where, argument, "an array of numbers", got)
+    fail(argument, "an array of numbers", got)
 
 
 def is_real(dtype: Any) -> bool:

@@ -17,7 +17,7 @@ MISSING_PARAMS = (
 )
 
 
-def check_params(where: str, params: object, smallest: int):
+def check_params(params: object, smallest: int):
     """Require a tree of float32 or float64 leaves with at least `smallest` parameters.
 
     A node without leaves that is no container passes: Optax maps over a state with such a
@@ -35,37 +35,36 @@ def check_params(where: str, params: object, smallest: int):
         if not hasattr(leaf, "dtype") or leaf.dtype not in PRECISIONS:
             got = getattr(leaf, "dtype", type(leaf).__name__)
             at = jax.tree_util.keystr(path) or "the only leaf"
-            _check.fail(where, "params", rule, f"{got} at {at}", advice)
+            _check.fail("params", rule, f"{got} at {at}", advice)
     if (number := _tree.size(params)) < smallest:
-        _check.fail(where, "params", f"a tree of at least {smallest} parameters", number)
+        _check.fail("params", f"a tree of at least {smallest} parameters", number)
 
 
-def check_gradients(where: str, updates: object, params: object, name: str):
+def check_gradients(updates: object, params: object, name: str):
     """Require gradients of these parameters, of whatever floating-point precision."""
-    check_alike(where, "updates", updates, params, name)
+    check_alike("updates", updates, params, name)
     for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
         if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.floating):
             got = f"{_check.show(leaf)} at {jax.tree_util.keystr(path) or 'the only leaf'}"
-            _check.fail(where, "updates", "a tree of floating-point gradients", got)
+            _check.fail("updates", "a tree of floating-point gradients", got)
 
 
-def check_alike(where: str, argument: str, tree: object, expected: object, expected_name: str):
+def check_alike(argument: str, tree: object, expected: object, expected_name: str):
     """Require the structure and the leaf shapes of `expected`."""
     own, structure = jax.tree.structure(tree), jax.tree.structure(expected)
     if own != structure:
-        rule = f"a tree of the structure of {expected_name}, {structure}"
-        _check.fail(where, argument, rule, own)
+        _check.fail(argument, f"a tree of the structure of {expected_name}, {structure}", own)
     shapes = jax.tree_util.tree_leaves_with_path(expected)
     for (path, want), leaf in zip(shapes, jax.tree.leaves(tree), strict=True):
         if np.shape(leaf) != np.shape(want):
             at = jax.tree_util.keystr(path) or "the only leaf"
             rule = f"of shape {np.shape(want)} at {at}, as {expected_name}"
-            _check.fail(where, argument, rule, np.shape(leaf))
+            _check.fail(argument, rule, np.shape(leaf))
 
 
-def check_structure(where: str, argument: str, tree: object, known: object, name: str):
+def check_structure(argument: str, tree: object, known: object, name: str):
     """Require the structure of `known`, with None as a leaf."""
     own, other = (jax.tree.structure(x, is_leaf=lambda y: y is None) for x in (tree, known))
     if own != other:
         rule = f"a tree of the structure of {name}, {jax.tree.structure(known)}"
-        _check.fail(where, argument, rule, jax.tree.structure(tree))
+        _check.fail(argument, rule, jax.tree.structure(tree))

@@ -16,7 +16,7 @@ WIDE = (
 )
 
 
-def as_numeric(where: str, argument: str, tree: T, *, copy: bool = False) -> T:
+def as_numeric(argument: str, tree: T, *, copy: bool = False) -> T:
     """Convert what `np.asarray` can to arrays of numbers in the byte order of the machine.
 
     Scalars of Python and arrays of JAX stay as they are. A copy lets a loader reuse its memory.
@@ -43,7 +43,7 @@ def as_numeric(where: str, argument: str, tree: T, *, copy: bool = False) -> T:
             else:
                 return leaf if isinstance(leaf, int) else _check.native(array)
         got = f"{got} at {at}" if at else got
-        _check.fail(where, argument, "a tree of arrays of numbers", got, advice)
+        _check.fail(argument, "a tree of arrays of numbers", got, advice)
 
     return jax.tree_util.tree_map_with_path(convert, tree)
 

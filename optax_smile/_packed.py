@@ -100,7 +100,8 @@ class State(tuple, Generic[Inside]):
             # `optax.tree.set` passes all items, and knows no others.
             rule = f"one of {', '.join(self._fields)}"
             advice = "Set a scalar by `state._replace(name=...)`."
-            _check.fail("optax.tree.set", "name", rule, "a packed scalar", advice)
+            with _check.called("optax.tree.set"):
+                _check.fail("name", rule, "a packed scalar", advice)
         if unknown := [name for name in given if name not in self._fields]:
             raise ValueError(f"Got unexpected field names: {unknown!r}")
         items |= {name: value for name, value in given.items() if name in items}

@@ -68,7 +68,8 @@ def tracked(sampler: optax.GradientTransformation) -> optax.GradientTransformati
     def update(updates, state, params=None, **extra) -> tuple[optax.Updates, TrackedState]:
         if not isinstance(state, TrackedState):
             rule = "what `init` or `update` of the tracked sampler returned"
-            _check.fail("tracked.update", "state", rule, _check.show(state))
+            with _check.called("tracked.update"):
+                _check.fail("state", rule, _check.show(state))
         own = state.tracked_params
         params = own if params is None else params
         updates, after = inner.update(updates, state.sampler_state, params, **extra)

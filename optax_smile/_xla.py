@@ -6,6 +6,7 @@ the tricks a test of `tests/test_step_cost.py` fails.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,17 @@ def fence(tree: T) -> T:
     return jax.lax.platform_dependent(
         tree, cpu=jax.lax.optimization_barrier, default=lambda same: same
     )
+
+
+def second_pass(call: Any, state: Any, decision: Any) -> tuple[Any, Any, Any]:
+    """Separate what `move` of a sampler reads and writes from what `read` and `decide` read."""
+    dynamics = state.dynamics
+    given = call.updates, call.params, dynamics.momentum, dynamics.preconditioner
+    updates, params, momentum, preconditioner = fence(given)
+    dynamics = dynamics._replace(momentum=momentum, preconditioner=preconditioner)
+    reject = known_after(decision.reject, decision.state.probe.altered_share)
+    call = call._replace(updates=updates, params=params)
+    return call, state._replace(dynamics=dynamics), decision._replace(reject=reject)
 
 
 def known_after(condition: jax.Array, *others: jax.Array) -> jax.Array:

@@ -37,28 +37,28 @@ class _Probabilities(_check.Array):
     axes: str = "[input, class]"
     each: _check.Real = _check.Real(0, infinite=True)
 
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        array = super().__call__(where, argument, value, given)
+    def __call__(self, argument, value, given=_check.NOTHING):
+        array = super().__call__(argument, value, given)
         sums = array.sum(axis=1)
         off = ~(np.abs(sums - 1) <= ROW_SUM_TOLERANCE)
         if off.any():
             got = f"a sum of {sums[off][0]} in row {np.argmax(off)}"
-            _check.fail(where, argument, "rows that sum to 1", got)
+            _check.fail(argument, "rows that sum to 1", got)
         return array
 
 
 class _Labels(_check.Constraint):
     text = "integers [input], one class each"
 
-    def __call__(self, where, argument, value, given=_check.NOTHING):
+    def __call__(self, argument, value, given=_check.NOTHING):
         num_inputs, num_classes = given["probabilities"].shape
-        labels = _check.host(where, argument, value)
+        labels = _check.host(argument, value)
         if labels.shape != (num_inputs,) or not np.issubdtype(labels.dtype, np.integer):
             got = f"{labels.dtype} of shape {labels.shape}"
-            _check.fail(where, argument, f"integers of shape ({num_inputs},)", got)
+            _check.fail(argument, f"integers of shape ({num_inputs},)", got)
         if not (0 <= labels.min() and labels.max() < num_classes):
             got = f"{labels.min()} to {labels.max()}"
-            _check.fail(where, argument, f"classes from 0 to {num_classes - 1}", got)
+            _check.fail(argument, f"classes from 0 to {num_classes - 1}", got)
         return labels
 
 
@@ -66,11 +66,11 @@ class _Labels(_check.Constraint):
 class _Spreads(_check.Array):
     each: _check.Real = _check.Real(0, open="low", dtype=float)
 
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        std, shape = super().__call__(where, argument, value, given), given["mean"].shape
+    def __call__(self, argument, value, given=_check.NOTHING):
+        std, shape = super().__call__(argument, value, given), given["mean"].shape
         if std.shape not in ((), shape, (*shape[:-1], 1)):
             rule = f"a scalar or of shape {shape} or {(*shape[:-1], 1)}"
-            _check.fail(where, argument, rule, f"shape {std.shape}")
+            _check.fail(argument, rule, f"shape {std.shape}")
         return np.broadcast_to(std, shape)
 
 
@@ -129,8 +129,8 @@ def f1(probabilities: ArrayLike, labels: ArrayLike) -> float:
     return float(np.mean(2 * right[either > 0] / either[either > 0]))
 
 
-def _area(where: str, is_positive: ArrayLike, scores: ArrayLike) -> float:
-    with _check.needed(f"`metrics.{where}` needs scikit-learn", "eval"):
+def _area(metric: str, is_positive: ArrayLike, scores: ArrayLike) -> float:
+    with _check.needed(f"`metrics.{metric}` needs scikit-learn", "eval"):
         from sklearn.metrics import roc_auc_score
     # The area depends on the order alone, and scikit-learn refuses infinite scores.
     return float(roc_auc_score(is_positive, np.unique(scores, return_inverse=True)[1]))
@@ -147,7 +147,7 @@ def auroc(probabilities: ArrayLike, labels: ArrayLike) -> float:
     count = np.bincount(labels, minlength=probabilities.shape[1])
     if len(count) < 2 or not count.all():
         rule = "labels of every class, of two or more classes"
-        _check.fail("auroc", "labels", rule, f"the counts {count.tolist()}")
+        _check.fail("labels", rule, f"the counts {count.tolist()}")
     which = [1] if len(count) == 2 else range(len(count))
     return float(np.mean([_area("auroc", labels == x, probabilities[:, x]) for x in which]))
 
@@ -231,7 +231,7 @@ def lppd(log_density: ArrayLike) -> float:
     """
     array = np.asarray(log_density)
     array = array[~np.isnan(array)] if array.ndim > 1 else array
-    return float(_check.Array(each=DENSITY)("lppd", "log_density", array).mean())
+    return float(_check.Array(each=DENSITY)("log_density", array).mean())
 
 
 @_check.arguments(log_density=LOG_DENSITY)
@@ -291,8 +291,7 @@ def coverage(lower: ArrayLike, upper: ArrayLike, targets: ArrayLike) -> float:
     outside = ~((lower < np.inf) & (upper >= lower) & (upper > -np.inf))
     if outside.any():
         at, rule = np.argmax(outside), ">= `lower`, with `lower` < inf and `upper` > -inf"
-        got = f"{upper.flat[at]} where `lower` is {lower.flat[at]}"
-        _check.fail("coverage", "upper", rule, got)
+        _check.fail("upper", rule, f"{upper.flat[at]} where `lower` is {lower.flat[at]}")
     return float(np.mean((lower <= targets) & (targets <= upper)))
 
 
@@ -314,7 +313,7 @@ def crps(mean: ArrayLike, std: ArrayLike, targets: ArrayLike) -> float:
     (Gneiting and Raftery 2007; mixtures: Grimit et al. 2006). The cost is quadratic in the draws.
     """
     mean, std = np.atleast_2d(mean, std)
-    _check.Array(like="mean")("crps", "targets", targets, {"mean": mean[0]})
+    _check.Array(like="mean")("targets", targets, {"mean": mean[0]})
     to_target = _mean_absolute(mean - targets, std).mean(axis=0)
     pairs = zip(mean, std, strict=True)
     between = sum(_mean_absolute(mean - m, np.hypot(std, s)).mean(axis=0) for m, s in pairs)
@@ -342,7 +341,7 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
     """
     if prediction.log_density is None:
         rule, got = "made with targets", "a prediction without log densities"
-        _check.fail("score", "prediction", rule, got, "Pass `targets` to `predict`.")
+        _check.fail("prediction", rule, got, "Pass `targets` to `predict`.")
     mean, targets = prediction.mean, np.asarray(targets)
     if mean is None and prediction.log_density.ndim == targets.ndim == 2:
         return {"perplexity": perplexity(prediction.log_density)}
@@ -356,7 +355,7 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
         if chances.shape == targets.shape:
             # Those of class 1.
             if (unknown := targets[~np.isin(targets, (0, 1))]).size:
-                _check.fail("score", "targets", "0 or 1", unknown[0])
+                _check.fail("targets", "0 or 1", unknown[0])
             chances = np.stack([1 - chances.ravel(), chances.ravel()], axis=1)
             targets = targets.ravel().astype(int)
         return scores | {name: metric(chances, targets) for name, metric in named.items()}

@@ -26,13 +26,13 @@ class ChainMesh(_check.Constraint):
 
     text = f"a jax.sharding.Mesh with an axis {CHAIN!r}"
 
-    def __call__(self, where, argument, value, given=_check.NOTHING):
+    def __call__(self, argument, value, given=_check.NOTHING):
         if not isinstance(value, Mesh) or CHAIN not in value.shape:
             got = f"the axes {tuple(value.shape)}" if isinstance(value, Mesh) else repr(value)
             advice = 'Make one with `jax.make_mesh((jax.device_count(),), ("chain",))`.'
-            _check.fail(where, argument, self.text, got, advice)
+            _check.fail(argument, self.text, got, advice)
         if jax.__version_info__ < OLDEST:
-            _check.fail(where, argument, f"{self.text} and JAX 0.7 or newer", jax.__version__)
+            _check.fail(argument, f"{self.text} and JAX 0.7 or newer", jax.__version__)
         return value
 
 
@@ -52,17 +52,17 @@ MESH = ChainMesh() | None
 SPECS = _check.Where("a tree of jax.P", _are_specs) | None
 
 
-def check_mesh(where: str, mesh: Mesh | None, num_chains: int = 0):
+def check_mesh(mesh: Mesh | None, num_chains: int = 0):
     """Require a mesh whose `chain` axis divides the number of chains."""
-    MESH(where, "mesh", mesh)
+    MESH("mesh", mesh)
     if mesh is not None and num_chains % mesh.shape[CHAIN]:
         rule = f"a mesh whose axis {CHAIN!r} divides the number of chains, {num_chains}"
-        _check.fail(where, "mesh", rule, f"an axis of length {mesh.shape[CHAIN]}")
+        _check.fail("mesh", rule, f"an axis of length {mesh.shape[CHAIN]}")
 
 
-def num_chains(where: str, tree: object, argument: str = "params") -> int:
+def num_chains(tree: object, argument: str = "params") -> int:
     """Return the length of the leading axis that all leaves share, at least one."""
-    return np.shape(jax.tree.leaves(STACKED(where, argument, tree))[0])[0]
+    return np.shape(jax.tree.leaves(STACKED(argument, tree))[0])[0]
 
 
 def _put(leaf: jax.typing.ArrayLike, sharding: NamedSharding) -> jax.Array:
@@ -93,34 +93,32 @@ def place(tree: object, *, mesh: Mesh | None = None, specs: object = None) -> An
         ValueError: leading axes that disagree; a mesh without the axis `"chain"`, or whose axis
             does not divide the number of chains; specs without a mesh.
     """
-    own = _shardings("parallel.place", tree, mesh, specs)
+    own = _shardings(tree, mesh, specs)
     return _copy(tree if own is None else jax.tree.map(_put, tree, own))
 
 
-def _shardings(
-    where: str, tree: object, mesh: Mesh | None, specs: object, argument: str = "tree"
-) -> Any:
+def _shardings(tree: object, mesh: Mesh | None, specs: object, argument: str = "tree") -> Any:
     """Return the shardings of arrays `[chain, ...]`, or of their shapes; None without a mesh."""
-    check_mesh(where, mesh, num_chains(where, tree, argument))
+    check_mesh(mesh, num_chains(tree, argument))
     if mesh is None:
         if specs is not None:
-            _check.fail(where, "specs", "None without a mesh", _check.show(specs))
+            _check.fail("specs", "None without a mesh", _check.show(specs))
         for leaf in jax.tree.leaves(tree):
             given = jax.typeof(leaf).sharding.mesh
             if AxisType.Explicit in given.axis_types and given.size > 1:
                 got = f"None, but `{argument}` is on the explicit mesh {given}"
-                _check.fail(where, "mesh", "that of the parameters", got)
+                _check.fail("mesh", "that of the parameters", got)
         return None
     if specs is None:
         return jax.tree.map(lambda _: _chain_sharding(mesh), tree)
     given, of_chain = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     rule = f"a tree of jax.P with the structure of the parameters, {jax.tree.structure(tree)}"
     if of_chain != jax.tree.structure(tree):
-        _check.fail(where, "specs", rule, of_chain)
+        _check.fail("specs", rule, of_chain)
     try:
         own = [NamedSharding(mesh, PartitionSpec(CHAIN, *spec)) for spec in given]
     except ValueError as error:
-        _check.fail(where, "specs", f"a tree of jax.P with axes of {mesh}", str(error)[:200])
+        _check.fail("specs", f"a tree of jax.P with axes of {mesh}", str(error)[:200])
     return jax.tree.unflatten(of_chain, own)
 
 
@@ -139,7 +137,7 @@ def place_batch(
     """
     if mesh is None:
         return batch
-    batch = _on_host.as_numeric("parallel.place_batch", "batch", batch)
+    batch = _on_host.as_numeric("batch", batch)
     before = (CHAIN,) * per_chain + (None,) * stacked
     size = mesh.shape.get(DATA, 1)
 
@@ -215,9 +213,8 @@ def init(
         ValueError: as for `place`; several chains with random numbers but without a key; a state
             with several random keys called `key`.
     """
-    where, own = "parallel.init", None
-    chains = num_chains(where, params)
-    of_params = _shardings(where, params, mesh, specs, "params")
+    own, chains = None, num_chains(params)
+    of_params = _shardings(params, mesh, specs, "params")
     if mesh is not None:
         own = optax.tree.map_params(
             sampler,
@@ -235,15 +232,15 @@ def init(
     except KeyError:
         rule = "a transformation with one random key in its state"
         remedy = 'Use only one sampler. With `inject_hyperparams`, pass `static_args=("key",)`.'
-        _check.fail(where, "sampler", rule, "several", remedy)
+        _check.fail("sampler", rule, "several", remedy)
     if known is None:
         return state
     purpose = f"to derive a key for each of the {chains} chains"
-    own_key = _check.Key(True, purpose)(where, "key", key)
+    own_key = _check.Key(True, purpose)("key", key)
     keys = jax.random.key_data(_split_key(own_key, chains, mesh=mesh))
     if keys.shape != known.shape:
         rule = f"a key with {known.shape[-1]} words of data, like the sampler's"
-        _check.fail(where, "key", rule, f"{keys.shape[-1]} words")
+        _check.fail("key", rule, f"{keys.shape[-1]} words")
     return optax.tree.set(state, _is_random_key, key=keys)
 
 
@@ -309,8 +306,7 @@ def step(
         >>> optax_smile.stats(state).num_gradients.tolist()
         [1, 1, 1, 1]
     """
-    where = "parallel.step"
-    check_mesh(where, mesh, num_chains(where, carry, "carry"))
+    check_mesh(mesh, num_chains(carry, "carry"))
     mapped = over_chains(function, mesh=mesh, in_axes=(0, 0 if per_chain else None))
     if mesh is None:
         return jax.jit(mapped, donate_argnums=0)

@@ -149,11 +149,11 @@ def regression_band(
     """
     lower, upper = metrics.interval(mean, std, level)
     middle = np.atleast_2d(np.asarray(mean, float)).mean(axis=0)
-    like, where = _check.Array(like="mean"), "plots.regression_band"
-    along = like(where, "inputs", middle if inputs is None else inputs, {"mean": lower})
+    like = _check.Array(like="mean")
+    along = like("inputs", middle if inputs is None else inputs, {"mean": lower})
     order = np.argsort(along, kind="stable")
     along = np.arange(middle.size) if inputs is None else along[order]
-    observed = (like | None)(where, "targets", targets, {"mean": lower})
+    observed = (like | None)("targets", targets, {"mean": lower})
     ax, title = _open(ax), f"{100 * level:g} % band"
     ax.fill_between(along, lower[order], upper[order], **BAND, label=title)
     if observed is not None:
@@ -178,7 +178,7 @@ def step_size(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes
         trace: with `step_size` and `num_gradients`, `[chain, tick]`; non-finite values leave gaps.
         ax: where to draw; None makes a new figure.
     """
-    sizes, gradients = _trace.read("plots.step_size", trace, "step_size", "num_gradients")
+    sizes, gradients = _trace.read(trace, "step_size", "num_gradients")
     ax = _open(ax)
     # A line of a single point would be invisible.
     marker = "o" if sizes.shape[1] == 1 else ""
@@ -209,7 +209,7 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> A
         ax: where to draw; None makes a new figure.
     """
     names = ["energy_change", "num_gradients", *["accepted"] * ("accepted" in trace)]
-    change, gradients, *marks = _trace.read("plots.energy_error", trace, *names)
+    change, gradients, *marks = _trace.read(trace, *names)
     accepted = marks[0] if marks else np.array(1)
     error = np.where(np.isfinite(change), np.abs(change), np.nan)
     ax = _open(ax)

@@ -39,18 +39,18 @@ class PerParameter(_check.Constraint):
         """The rule of the numbers."""
         return f"{self.each.rule}, or a tree of such numbers"
 
-    def __call__(self, where, argument, value, given=_check.NOTHING) -> object:
+    def __call__(self, argument, value, given=_check.NOTHING) -> object:
         """Check every leaf, see `_check.Constraint`."""
         leaves = jax.tree.leaves(value)
         if isinstance(value, str) or not leaves and not isinstance(value, Mapping | list | tuple):
-            _check.fail(where, argument, self.rule, repr(value))
+            _check.fail(argument, self.rule, repr(value))
         for leaf in leaves:
             if not isinstance(leaf, (np.ndarray, jax.Array)) or not leaf.ndim:
-                self.each(where, argument, leaf, given)
+                self.each(argument, leaf, given)
             elif not _check.is_real(leaf.dtype):
-                _check.fail(where, argument, self.rule, f"an array of {leaf.dtype}")
+                _check.fail(argument, self.rule, f"an array of {leaf.dtype}")
             elif not isinstance(leaf, jax.core.Tracer):
-                _check.Array(each=self.each, dtype=None)(where, argument, leaf)
+                _check.Array(each=self.each, dtype=None)(argument, leaf)
         return value
 
 
@@ -67,17 +67,17 @@ class Potential(NamedTuple):
     log_prior: LogPrior | None = None
 
 
-def check(where: str, potential: Potential):
+def check(potential: Potential):
     """Require that only one prior is given."""
     if potential.log_prior is not None:
         precision = jax.tree.leaves(potential.prior_precision)
         if any(isinstance(x, jax.core.Tracer) or np.any(np.asarray(x) != 0) for x in precision):
             got = f"{potential.prior_precision} (the default is 1.0)"
             advice = "Pass `prior_precision=0`."
-            _check.fail(where, "prior_precision", "0 together with `log_prior`", got, advice)
+            _check.fail("prior_precision", "0 together with `log_prior`", got, advice)
 
 
-def check_prior(where: str, potential: Potential, params: optax.Params):
+def check_prior(potential: Potential, params: optax.Params):
     """Require the prior to be numbers or prefixes of the parameter tree that fit its leaves.
 
     `optax.tree.map_params` calls `init` with a placeholder without leaves, which passes.
@@ -94,23 +94,23 @@ def check_prior(where: str, potential: Potential, params: optax.Params):
         except (ValueError, TypeError):
             rule, got = "a number or a prefix of the parameter tree", _places(prefix)
             advice = f"The parameters have leaves at {_places(params)}."
-            _check.fail(where, argument, rule, f"one with leaves at {got}", advice)
+            _check.fail(argument, rule, f"one with leaves at {got}", advice)
         shapes = jax.tree_util.tree_leaves_with_path(params)
         for (path, leaf), value in zip(shapes, jax.tree.leaves(spread), strict=True):
             if jnp.shape(value) not in ((), leaf.shape):
                 at = jax.tree_util.keystr(path) or "the only leaf"
                 rule = f"a number or of the shape {leaf.shape} at {at}"
-                _check.fail(where, argument, rule, jnp.shape(value))
+                _check.fail(argument, rule, jnp.shape(value))
     if potential.log_prior is not None:
         rule = "a function of `params` that returns a scalar, the log density in nats"
-        density = _check.traced(where, "log_prior", potential.log_prior, params, rule=rule)
+        density = _check.traced("log_prior", potential.log_prior, params, rule=rule)
         is_scalar = getattr(density, "shape", None) == ()
         if not (is_scalar and jnp.issubdtype(density.dtype, jnp.floating)):
-            _check.fail(where, "log_prior", rule, f"one that returns {_check.show(density)}")
+            _check.fail("log_prior", rule, f"one that returns {_check.show(density)}")
         start = potential.log_prior(params)
         if not isinstance(start, jax.core.Tracer) and not math.isfinite(start):
             rule = "finite at the initial parameters"
-            _check.fail(where, "log_prior", rule, float(start), "No step from there is accepted.")
+            _check.fail("log_prior", rule, float(start), "No step from there is accepted.")
 
 
 def _places(tree: object) -> str:
@@ -194,7 +194,7 @@ def cold_temperature(
     size = _tree.size([leaf for leaf in jax.tree.leaves(params) if _tree.is_floating(leaf)])
     if size == 0:
         rule = "the parameters of a network, with at least one floating-point array"
-        _check.fail("cold_temperature", "params", rule, _check.show(params))
+        _check.fail("params", rule, _check.show(params))
     allowed = 2 * excess * _count(Potential(num_data)) / size
     return jnp.minimum(allowed, 1) if isinstance(allowed, jax.Array) else min(allowed, 1.0)
 

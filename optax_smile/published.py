@@ -34,7 +34,6 @@ REJECT_QUANTILE = 0.98
 
 def _published(name: str, preconditioner: Preconditioner[Any], tuned: bool):
     """Make one of the four samplers; `tuned` adds the tuner and the rejection of outliers."""
-    where = f"published.{name}"
     fixed = {
         "integrator": "minimal_norm",
         "tuner": quantile_tuner() if tuned else None,
@@ -53,7 +52,7 @@ def _published(name: str, preconditioner: Preconditioner[Any], tuned: bool):
         return preconditioner
 
     # The name in a run's settings, distinct from that of our own sampler.
-    define.__name__ = define.__qualname__ = where
+    define.__name__ = define.__qualname__ = f"published.{name}"
     ours = f"optax_smile.{name.removesuffix('_naive')}"
     define.__doc__ = (
         f"Make {name} as published; arguments, units and errors as for `{ours}`.\n\n"

@@ -87,10 +87,10 @@ def write(
     directory = Path(directory)
     output = directory / "report.html" if output is None else Path(output)
     if output.suffix not in (".html", ".htm"):
-        _check.fail("report.write", "output", "a path that ends in .html or .htm", output)
+        _check.fail("output", "a path that ends in .html or .htm", output)
     run = load_snapshots(directory)
     if not run.num_draws:
-        _check.fail("report.write", "directory", "a directory with draws", directory)
+        _check.fail("directory", "a directory with draws", directory)
     title = html.escape(title or f"A run of {(run.settings or {}).get('name', 'a sampler')}")
     table, notes = "", "These draws are optimizer iterates, not posterior draws: no diagnostics."
     if _settings.are_posterior(run.settings):

@@ -235,10 +235,10 @@ class SamplerState(Protocol):
         ...
 
 
-def find(state: object, where: str, argument: str = "state") -> SamplerState:
+def find(state: object, argument: str = "state") -> SamplerState:
     """Find the one sampler state inside a larger state, after which nothing may come in a chain.
 
-    `where` and `argument` name the function that asks and its argument.
+    `argument` is the name of what the user passed.
     """
     kind, missing, advice = "a transformation", "one without a sampler", ""
     if argument == "state":
@@ -246,12 +246,12 @@ def find(state: object, where: str, argument: str = "state") -> SamplerState:
         advice = "Pass what `init` or `update` returned."
     rule = f"{kind} with exactly one optax_smile sampler"
     if _check.TRANSFORMATION.holds(state):
-        _check.fail(where, argument, rule, "the transformation", advice)
+        _check.fail(argument, rule, "the transformation", advice)
     states, chains = _samplers(_paths.without_variables(state))
     if not states:
-        _check.fail(where, argument, rule, missing, advice)
+        _check.fail(argument, rule, missing, advice)
     if len(states) > 1:
-        _check.fail(where, argument, rule, f"one with {len(states)}", "Remove all but one.")
+        _check.fail(argument, rule, f"one with {len(states)}", "Remove all but one.")
     for chain in chains:
         place = next((i for i, part in enumerate(chain) if _samplers(part)[0]), len(chain))
         # Only states of transformations, not other entries of a loop's tuple.
@@ -263,18 +263,18 @@ def find(state: object, where: str, argument: str = "state") -> SamplerState:
             kind = "the state of an" if argument == "state" else "an"
             rule = f"{kind} `optax.chain` that ends with the sampler"
             number = "one transformation" if len(later) == 1 else f"{len(later)} transformations"
-            _check.fail(where, argument, rule, f"{number} after it", AFTER)
-    check_format(where, argument, states[0])
+            _check.fail(argument, rule, f"{number} after it", AFTER)
+    check_format(argument, states[0])
     return states[0]
 
 
-def check_place(where: str, argument: str, state: object, params: object = None):
+def check_place(argument: str, state: object, params: object = None):
     """Require a sampler that sees leaves of `params` as they are, while the other leaves rest."""
-    sampled = getattr(find(state, where, argument), "like_params", None)
+    sampled = getattr(find(state, argument), "like_params", None)
     params, sampled = map(_paths.without_variables, (params, sampled))
     if params is not None and _paths.leaves_like(sampled, params) is None:
         rule, got = "one that gets the leaves of `params` as they are", "one in `optax.flatten`"
-        _check.fail(where, argument, rule, got, "Leave out `optax.flatten`.")
+        _check.fail(argument, rule, got, "Leave out `optax.flatten`.")
 
     def is_wrapper(node: object) -> bool:
         # The states of the parts of `optax.partition` are in a field of this name.
@@ -288,17 +288,17 @@ def check_place(where: str, argument: str, state: object, params: object = None)
     hidden = [*filter(is_hidden, jax.tree.leaves(sampled, is_leaf=is_hidden))]
     if hidden and len(masked) == 1 and samplers(masked[0]):
         rule, got = "one beside which the other leaves rest", "one in `optax.masked` alone"
-        _check.fail(where, argument, rule, got, AT_REST)
+        _check.fail(argument, rule, got, AT_REST)
 
 
-def check_format(where: str, argument: str, state: SamplerState):
+def check_format(argument: str, state: SamplerState):
     """Require the format of this version; a number that the device still computes passes."""
     number = getattr(state, "state_format", STATE_FORMAT)
     if not is_ready(number) or np.all(np.asarray(number) == STATE_FORMAT):
         return
     rule, got = f"a state of format {STATE_FORMAT}", f"format {np.max(np.asarray(number))}"
     remedy = "Another version of optax_smile wrote it: continue the chain with that version."
-    _check.fail(where, argument, rule, got, remedy)
+    _check.fail(argument, rule, got, remedy)
 
 
 def is_concrete(number: object) -> bool:
@@ -331,6 +331,7 @@ def samplers(state: object) -> list[SamplerState]:
 
 
 @_check.own_flags
+@_check.called("stats")
 def stats(state: object) -> Stats:
     """Return named scalars that describe the last call of a sampler.
 
@@ -356,15 +357,16 @@ def stats(state: object) -> Stats:
         >>> round(float(optax_smile.stats(sampler.init(jnp.zeros(3))).step_size), 3)
         0.01
     """
-    sampler = find(state, "stats")
+    sampler = find(state)
     statistics, key = sampler.stats(), getattr(sampler, "key", None)
     if np.ndim(statistics.noise_id) == 1 and key is not None and is_ready(key):
         # On the host: the device may be at work on what was called before.
         raw: Any = np.asarray(key)
-        _trace.warn_of_equal_keys("stats", np.asarray(noise_id(raw, raw))[:, None])
+        _trace.warn_of_equal_keys(np.asarray(noise_id(raw, raw))[:, None])
     return statistics
 
 
+@_check.called("last_accepted")
 @_check.own_flags
 def last_accepted(state: object, params: object = None) -> Any:
     """Return the current draw: the last accepted parameters. Store these, not `params`.
@@ -402,28 +404,26 @@ def last_accepted(state: object, params: object = None) -> Any:
         >>> [round(float(x), 5) for x in last]
         [1.0, 1.0]
     """
-    sampler = find(state, "last_accepted")
-    check_place("last_accepted", "state", state)
+    sampler = find(state)
+    check_place("state", state)
     last = sampler.stats()
     if axes := jnp.shape(last.num_gradients):
         rule, remedy = "that of a single chain", "Use `jax.vmap(optax_smile.last_accepted)`."
-        _check.fail("last_accepted", "state", rule, f"one with the leading axes {axes}", remedy)
+        _check.fail("state", rule, f"one with the leading axes {axes}", remedy)
     params, bare = map(_paths.without_variables, (params, state))
     own = _tracked.params_of(bare)
     params = own if params is None else params
     if params is None:
         rule = "the parameters after `optax.apply_updates`"
-        remedy = "Or use `optax_smile.tracked(sampler)`."
-        _check.fail("last_accepted", "params", rule, "None", remedy)
+        _check.fail("params", rule, "None", "Or use `optax_smile.tracked(sampler)`.")
     try:
         draw = sampler.last_accepted(params)
     except _paths.Misfit as error:
-        _check.fail("last_accepted", "params", *error.args)
+        _check.fail("params", *error.args)
     except (ValueError, TypeError) as error:
         if isinstance(error, _check.ArgumentError):
             raise
-        rule = "a tree like the one given to `init`"
-        _check.fail("last_accepted", "params", rule, _check.show(params))
+        _check.fail("params", "a tree like the one given to `init`", _check.show(params))
     # Only the leaves that the sampler moves; traced ones pass.
     leaves = _paths.leaves_like(getattr(sampler, "like_params", None), params) or []
     known = [leaf for leaf in leaves if is_concrete(leaf)]
@@ -432,18 +432,17 @@ def last_accepted(state: object, params: object = None) -> Any:
             "The parameters of the loop are not finite. Samplers reject steps from gradients"
             " that are not: what else changes the parameters?"
         )
-        _check.fail("last_accepted", "params", "finite", "nan or inf", advice)
+        _check.fail("params", "finite", "nan or inf", advice)
     tracked = _paths.leaves_like(getattr(sampler, "like_params", None), own) or []
     if tracked and len(known) == len(tracked) and all(map(is_concrete, tracked)):
         if not _tracked.are_alike(known, tracked):
             remedy = "Did the loop skip, scale or clip updates?"
-            _check.fail("last_accepted", "params", "those that the state tracks", "others", remedy)
+            _check.fail("params", "those that the state tracks", "others", remedy)
     if is_concrete(last.is_altered) and last.is_altered:
         rule = "that of a loop in which only the sampler changes the parameters"
         got = (
             f"a loop where {last.num_altered} of {last.num_gradients} calls of `update` received"
             " other parameters than `optax.apply_updates(params, updates)` gave"
         )
-        remedy = "Did the loop skip, scale or clip updates?"
-        _check.fail("last_accepted", "state", rule, got, remedy)
+        _check.fail("state", rule, got, "Did the loop skip, scale or clip updates?")
     return draw

@@ -88,7 +88,7 @@ def control_variate(loss_fn: Loss, center: Center) -> Loss:
     Source: see the module. The rule for the step of `psmile` where gradients have little noise:
     `angle_tuner`.
     """
-    value_and_grad = _of_batch("control_variate", loss_fn)
+    value_and_grad = _of_batch(loss_fn)
 
     def reduced(params: optax.Params, batch: object) -> jax.Array:
         at = jax.lax.stop_gradient(center)
@@ -135,9 +135,9 @@ def stored(
         >>> columns[2].shape
         (6, 2)
     """
-    value_and_grad, data = _of_batch("stored", loss_fn), _on_host.as_numeric("stored", "data", data)
+    value_and_grad, data = _of_batch(loss_fn), _on_host.as_numeric("data", data)
     if not _checks.num_rows(data, False):
-        _check.fail("stored", "data", "arrays with the examples as first axis", _check.show(data))
+        _check.fail("data", "arrays with the examples as first axis", _check.show(data))
 
     def of_one(example: object) -> tuple[jax.Array, optax.Updates]:
         return value_and_grad(center.params, jax.tree.map(lambda x: x[None], example))
@@ -147,7 +147,7 @@ def stored(
     mean = float(np.mean(losses, dtype=np.float64))
     if not np.isclose(mean, float(center.loss), rtol=1e-4, atol=1e-6):
         rule = f"the data of the centre, with the mean loss {float(center.loss):.6g}"
-        _check.fail("stored", "data", rule, f"{mean:.6g}, the mean over single examples")
+        _check.fail("data", rule, f"{mean:.6g}, the mean over single examples")
 
     def reduced(params: optax.Params, batch: tuple) -> jax.Array:
         examples, *columns = batch
@@ -190,7 +190,7 @@ def center_at(
     Cost: a gradient of all data, summed in float64 on the host, and a Hessian, which takes as long
     as a gradient for each parameter.
     """
-    full = _AllData("center_at", loss_fn, params, batches, sampler)
+    full = _AllData(loss_fn, params, batches, sampler)
     point, why = full.at(full.start), ""
     if len(point.entries) <= LARGEST_HESSIAN:
         why, _ = full.judge(point, *full.curvatures(point))
@@ -235,14 +235,13 @@ def find_mode(
     Cost: some ten gradients and Hessians of all data, see `center_at`. Batches larger than those of
     the sampler are faster.
     """
-    center, why, _ = search("find_mode", loss_fn, params, batches, sampler, max_passes)
+    center, why, _ = search(loss_fn, params, batches, sampler, max_passes)
     if why:
         warn(f"`find_mode`: {why}")
     return center
 
 
 def search(
-    where: str,
     loss_fn: Loss,
     params: optax.Params,
     batches: Iterable[object],
@@ -253,10 +252,10 @@ def search(
 
     Returns also whether it is a mode.
     """
-    full = _AllData(where, loss_fn, params, batches, sampler)
+    full = _AllData(loss_fn, params, batches, sampler)
     if len(full.start) > LARGEST_HESSIAN:
         rule = f"at most {LARGEST_HESSIAN:,} parameters, for Newton's method"
-        _check.fail(where, "params", rule, len(full.start), "Optimize them, then use `center_at`.")
+        _check.fail("params", rule, len(full.start), "Optimize them, then use `center_at`.")
     point = full.at(full.start)
     while True:
         curvatures, axes = full.curvatures(point)
@@ -276,16 +275,16 @@ def search(
             return last.center, *full.judge(last, curvatures, axes)
 
 
-def _of_batch(
-    where: str, loss_fn: Loss
-) -> Callable[[object, object], tuple[jax.Array, optax.Updates]]:
+def _of_batch(loss_fn: Loss) -> Callable[[object, object], tuple[jax.Array, optax.Updates]]:
     """Return value and gradient of a loss, which must be a scalar."""
 
+    # The loss is called later.
+    @_check.called(_check.function_name())
     def checked(params: object, batch: object) -> jax.Array:
-        with _check.calling(where, "loss_fn", ONE):
+        with _check.calling("loss_fn", ONE):
             loss = loss_fn(params, batch)
         if getattr(loss, "shape", None) != ():
-            _check.fail(where, "loss_fn", ONE, f"one that returns {_check.show(loss)}")
+            _check.fail("loss_fn", ONE, f"one that returns {_check.show(loss)}")
         return loss
 
     return jax.value_and_grad(checked)
@@ -311,25 +310,24 @@ class _AllData:
 
     def __init__(
         self,
-        where: str,
         loss_fn: Loss,
         params: optax.Params,
         batches: Iterable[object],
         sampler: optax.GradientTransformation,
     ):
-        self.where, self.batches, self.num_passes = where, batches, 0
-        _check_trees.check_params(where, params, smallest=2)
+        self.batches, self.num_passes = batches, 0
+        _check_trees.check_params(params, smallest=2)
         params = jax.tree.map(jnp.asarray, params)
         given = _settings.given(sampler, params)
         if "num_data" not in given:
-            _check.fail(where, "sampler", "a sampler of this library", _check.show(sampler))
+            _check.fail("sampler", "a sampler of this library", _check.show(sampler))
         posterior = Potential(**{x: given[x] for x in Potential._fields if x in given})
         if isinstance(posterior.prior_mean, str):
             posterior = posterior._replace(prior_mean=params)
         self.posterior = posterior
         self.start, self.unravel = ravel_pytree(params)
         self.few: list[object] = []
-        of_batch = _of_batch(where, loss_fn)
+        of_batch = _of_batch(loss_fn)
 
         def flat(params: jax.Array, batch: object) -> tuple[jax.Array, jax.Array]:
             loss, gradient = of_batch(self.unravel(params), batch)
@@ -356,14 +354,14 @@ class _AllData:
             rows += size
             if rows > number:
                 break
-        _checks.require_all(self.where, "batches", rows, number)
+        _checks.require_all("batches", rows, number)
         self.num_passes += 1
         loss, gradient = loss / rows, gradient / rows
         prior, prior_slope = (np.asarray(x, np.float64) for x in self.prior(place))
         values = np.concatenate([[loss, prior], gradient, prior_slope])
         if self.num_passes == 1 and not np.all(np.isfinite(values)):
             rule = "parameters at which the loss, the prior and their gradients are finite"
-            _check.fail(self.where, "params", rule, f"a loss of {loss:g}")
+            _check.fail("params", rule, f"a loss of {loss:g}")
         center = Center(
             params=self.unravel(place),
             loss=jnp.asarray(loss, place.dtype),
@@ -376,9 +374,9 @@ class _AllData:
     def sized(self) -> Iterator[tuple[object, int]]:
         """Yield the batches of a pass, and their numbers of rows."""
         for batch in self.batches:
-            batch = _on_host.as_numeric(self.where, "batches", batch)
+            batch = _on_host.as_numeric("batches", batch)
             if not (size := _checks.num_rows(batch, False)):
-                _check.fail(self.where, "batches", _checks.USABLE, _check.show(batch))
+                _check.fail("batches", _checks.USABLE, _check.show(batch))
             yield batch, size
 
     def curvatures(self, point: _Point) -> tuple[np.ndarray, np.ndarray]:

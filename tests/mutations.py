@@ -184,6 +184,8 @@ stages/spectral.py test_reference.py test_spectral.py
 stages/* test_reference.py test_rejections.py test_scale.py test_arrival.py faults/test_counters.py
 samplers/_microcanonical.py test_reference.py test_step_cost.py test_contract.py test_langevin.py
 samplers/_transformation.py test_langevin.py test_sampling.py test_local.py faults/test_arguments.py
+_xla.py test_step_cost.py
+samplers/_leaves.py test_wrappers.py faults/test_arguments.py
 samplers/* test_langevin.py
 potential.py test_reference.py test_potential.py test_contract.py
 state.py test_wrappers.py test_objects.py test_rejections.py
@@ -268,14 +270,17 @@ FullMatrix.observe: right 14: the mean of whitened squares does not stay
 # samplers/_microcanonical.py
 Microcanonical.decide: left 3: change across a new scale
 Microcanonical.decide: left 0: steps of negative size are made
-Microcanonical.decide: argument 1: XLA copies what the probe reads
-Microcanonical.decide: without_argument 12: schedule counts calls instead of steps
-Microcanonical.decide: without_keyword 12: noise key never advances
+Microcanonical.decide: without_argument 11: schedule counts calls instead of steps
+Microcanonical.decide: without_keyword 11: noise key never advances
 Microcanonical.move: otherwise 0: a rejected call moves the chain
 _momentum: without_argument 5: no explicit noise
 # samplers/_transformation.py
 _bound: skip 0: defaults of a sampler not recorded
 Dynamics.update: skip 4: around zero, not the start
+# _xla.py
+second_pass: without_argument 0: XLA copies what the probe reads
+# samplers/_leaves.py
+select: never 1: a gradient that is lost is no error
 candidates: without_keyword 1: init accepts parameters that are not finite
 # samplers/sgld.py
 sgld: right 0: half the noise

@@ -83,7 +83,7 @@ ROOMS = {
 SHARED = {
     # A norm of its own is a kind of momentum, a matrix a kind of scale.
     "stages": {"evidence", "integrator", "scale"},
-    "samplers": {"_chain", "_langevin", "_microcanonical", "_transformation"},
+    "samplers": {"_chain", "_langevin", "_leaves", "_microcanonical", "_transformation"},
 }
 
 

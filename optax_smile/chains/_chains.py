@@ -66,11 +66,11 @@ class Chains:
         num_stored: int = 0,
     ):
         self.mesh, self.specs, self.per_chain = mesh, specs, per_chain
-        self.number = parallel.num_chains("sample", params)
-        if aux is not None and parallel.num_chains("sample", aux, "aux") != self.number:
+        self.number = parallel.num_chains(params)
+        if aux is not None and parallel.num_chains(aux, "aux") != self.number:
             rule = f"a tree whose leaves have a leading axis of {self.number} chains"
-            _check.fail("sample", "aux", rule, jax.tree.map(jnp.shape, aux))
-        loss = _checks.loss_of("sample", loss_fn, aux is not None, stochastic)
+            _check.fail("aux", rule, jax.tree.map(jnp.shape, aux))
+        loss = _checks.loss_of(loss_fn, aux is not None, stochastic)
         sampler_key, loss_key = jax.random.split(key) if stochastic else (key, None)
         params = parallel.place(params, mesh=mesh, specs=specs)
         # `sampler_key` replaces the sampler's own key, the field `key` of its state.
@@ -83,8 +83,8 @@ class Chains:
             centered=self._centered(params, num_stored) if has_centers else None,
             **parallel.place(dict.fromkeys(LOSSES, jnp.zeros(self.number)), mesh=mesh),
         )
-        check_place("sample", "sampler", chains.state, params)
-        self.gradients_per_step = find(chains.state, "sample", "sampler").gradients_per_step
+        check_place("sampler", chains.state, params)
+        self.gradients_per_step = find(chains.state, "sampler").gradients_per_step
         # In `optax.MultiSteps` the sampler gets one gradient for several calls.
         self.accumulates = bool(optax.tree.get_all_with_path(chains.state, "mini_step"))
         self.like = _on_host.shapes_of_one(chains)
@@ -110,7 +110,7 @@ class Chains:
         # Another loss may need arrays that are spread over devices.
         is_read = specs is None and (mesh is None or parallel.DATA not in mesh.shape)
         self.counted = _checks.Counted(number, per_chain, loss if is_read else None, self.like)
-        self._losses = _checks.Losses("sample", loss, self.number, per_chain, mesh, hint)
+        self._losses = _checks.Losses(loss, self.number, per_chain, mesh, hint)
         self._draw = _compiled(_draw_of_chain, mesh)
 
     def losses(self, batch: Batch, params: Tree = None, aux: Tree = None) -> jax.Array:
@@ -131,25 +131,25 @@ class Chains:
             return f"does not fit `loss_fn`: {error.got}"
         return ""
 
-    def check(self, where: str, batch: Batch, warns: bool):
+    def check(self, batch: Batch, warns: bool):
         """Require finite losses on the first batch, and chains that differ."""
         losses = _on_host.local(self.losses(batch))
         lost = np.flatnonzero(~np.isfinite(losses)).tolist()
         if lost:
             if not _checks.is_finite(batch):
-                _check.fail("sample", "batches", "finite", "nan or inf in the first batch")
+                _check.fail("batches", "finite", "nan or inf in the first batch")
             rule = "a start at which the loss of every chain is finite"
             got = f"{losses[lost[0]]} in the chains {lost}"
-            _check.fail("sample", "params", rule, got, _checks.NOT_FINITE)
+            _check.fail("params", rule, got, _checks.NOT_FINITE)
         # Also parameters that the loss does not use.
-        _check.Tree(finite=True)("sample", "params", self.tree.params)
+        _check.Tree(finite=True)("params", self.tree.params)
         if len(set(losses.tolist())) < len(losses) and not self.per_chain:
             self._check_different()
         if warns:
             if self.like.key is None:
-                _checks.warn_of_sum(where, self.losses, batch, self.counted, self.mesh)
+                _checks.warn_of_sum(self.losses, batch, self.counted, self.mesh)
             for check in (_checks.at_least(batch, self.counted), *self.tests(batch)):
-                _checks.warn_if_failed(where, check)
+                _checks.warn_if_failed(check)
 
     def _check_different(self):
         """Require chains that differ in anything, such as the key of their noise."""
@@ -164,7 +164,7 @@ class Chains:
                 "Nothing here is random, so identical chains would stay identical. See"
                 " `chains_from_weights`, or the sampler's `key`."
             )
-            _check.fail("sample", "params", rule, f"copies in the chains {copies}", advice)
+            _check.fail("params", rule, f"copies in the chains {copies}", advice)
 
     def tests(self, batch: Batch) -> Iterator[Check]:
         """Make the tests of the posterior and, unless parameters are sharded, of the program."""
@@ -322,7 +322,7 @@ def _call_of_chain(
         if are_lost is not None:
             given["reject"] = jnp.any(are_lost)
         updates, state = sampler.update(grads, chain.state, chain.params, **given)
-        sampler_state = find(state, "sample", "sampler")
+        sampler_state = find(state, "sampler")
         now, value = sampler_state.stats(), value.astype(chain.loss.dtype)
         before = stats(chain.state).num_gradients
         is_first = now.num_gradients == 1

@@ -102,11 +102,11 @@ def judge(kind: str, value: tuple, bound: float, passed: bool, text: str, advice
     return Check(kind, (), value, bound, passed, "" if passed else advice, text)
 
 
-def warn_if_failed(where: str, check: Check | None):
+def warn_if_failed(check: Check | None):
     """Warn of a check that failed; write a line about one that passed with advice."""
     if check is not None and check.advice:
         tell = LOG.warning if check.passed else warn
-        tell(f"`{where}`: {check.text} {check.advice}")
+        tell(f"`{_check.function_name()}`: {check.text} {check.advice}")
 
 
 STACK = "Stack a list of networks: `chains_from_weights([params, ...], num_chains=4, key=0)`."
@@ -132,11 +132,11 @@ class Counted:
 # The loss.
 
 
-def loss_of(where: str, loss_fn: Callable, has_aux: bool, is_stochastic: bool) -> FullLoss:
+def loss_of(loss_fn: Callable, has_aux: bool, is_stochastic: bool) -> FullLoss:
     """Convert a loss to the form `(params, aux, key, batch) -> (loss, aux)`."""
     form = ", ".join(["params", "batch", *["aux="] * has_aux, *["key="] * is_stochastic])
     advice = "It also gets `aux` if you pass one, and `key` if `stochastic`."
-    _check.Function(f"({form})", advice)(where, "loss_fn", loss_fn)
+    _check.Function(f"({form})", advice)("loss_fn", loss_fn)
 
     def loss(params, aux, key, batch) -> Tree:
         extras = {"aux": aux} if has_aux else {}
@@ -145,12 +145,12 @@ def loss_of(where: str, loss_fn: Callable, has_aux: bool, is_stochastic: bool) -
         result = loss_fn(params, batch, **extras)
         if isinstance(result, tuple) != has_aux or has_aux and len(result) != 2:
             rule = "a function that returns a scalar loss, or with `aux=` a pair (loss, new_aux)"
-            _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(result)}")
+            _check.fail("loss_fn", rule, f"one that returns {_check.show(result)}")
         result = result if has_aux else (result, None)
         given, new = (jax.tree.map(jnp.shape, x) for x in (aux, result[1]))
         if has_aux and jax.tree.flatten(given) != jax.tree.flatten(new):
             rule = f"a function that returns `new_aux` like `aux`, {_check.cut(given)}"
-            _check.fail(where, "loss_fn", rule, _check.cut(new))
+            _check.fail("loss_fn", rule, _check.cut(new))
         return result
 
     return loss
@@ -160,7 +160,6 @@ def loss_of(where: str, loss_fn: Callable, has_aux: bool, is_stochastic: bool) -
 class Losses:
     """Losses of a `number` of chains on a batch; `hint` is advice where the loss raises."""
 
-    where: str
     loss: FullLoss
     number: int
     per_chain: bool
@@ -190,11 +189,11 @@ class Losses:
 
     def check(self, chains: Tree, batch: Batch, argument: str = "loss_fn"):
         """Require a scalar loss and, if each chain has its own batch, one batch per chain."""
-        where, number = self.where, self.number
+        number = self.number
         rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
         if self.per_chain and rows != {(number,)}:
             rule = f"batches whose leaves have a leading axis of {number}, with `per_chain`"
-            _check.fail(where, "batches", rule, f"the leading axes {sorted(rows)}")
+            _check.fail("batches", rule, f"the leading axes {sorted(rows)}")
         rule = "a function that returns a scalar mean loss"
         if argument != "loss_fn":
             rule = "one batch, for which `loss_fn` returns a scalar mean loss"
@@ -203,21 +202,22 @@ class Losses:
         called = f"It was called with the params {shapes[0]} and the batch {shapes[1]} (shapes)."
         advice = f"{called} {self.hint}".rstrip()
         given = chains, self.put(batch)
-        loss = _check.traced(where, argument, self.compiled, *given, rule=rule, advice=advice)
+        loss = _check.traced(argument, self.compiled, *given, rule=rule, advice=advice)
         is_scalar = getattr(loss, "shape", None) == (number,)
         if not is_scalar or not jnp.issubdtype(loss.dtype, jnp.floating):
             of_chain = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape[1:])}", loss)
-            _check.fail(where, argument, rule, f"one that returns {of_chain}")
+            _check.fail(argument, rule, f"one that returns {of_chain}")
 
 
-def warn_of_sum(where: str, losses: ChainLosses, batch: Batch, counted: Counted, mesh: Mesh | None):
+def warn_of_sum(losses: ChainLosses, batch: Batch, counted: Counted, mesh: Mesh | None):
     """Warn of a loss that looks like a sum, see `check_mean`, or of one that cannot be tested."""
     check, skip = check_mean(losses, batch, counted, mesh), "To skip this test, pass check=False."
     if isinstance(check, Check):
         advice = "" if check.passed else f"{check.advice} {skip}"
-        warn_if_failed(where, check._replace(advice=advice))
+        warn_if_failed(check._replace(advice=advice))
     elif check:
-        warn(f"`{where}`: could not test whether `loss_fn` is a mean, because {check}. {skip}")
+        name = _check.function_name()
+        warn(f"`{name}`: could not test whether `loss_fn` is a mean, because {check}. {skip}")
 
 
 def check_mean(
@@ -317,7 +317,7 @@ def check_leaves(program: Tree, like: Tree, has_log_prior: bool) -> Iterator[Che
 
     `like` has the shapes of one chain. A log prior may depend on what the loss does not read.
     """
-    received = find(like.state, "sample").last_received()
+    received = find(like.state).last_received()
     moved = leaf_names(like.params if received is None else received[0])
     paths = leaf_names(like.params)
     found = reading("reached", program, len(paths))
@@ -368,7 +368,7 @@ def _loses_pairs(losses: ChainLosses, batch: Batch, params: Tree, per_chain: boo
 def check_step_size(settings: Options | None, state: Tree) -> Check | None:
     """Find a step size that is far too short, as learning rates are; None if the user gave none."""
     names = "mean_change_square", "num_changes", "mean_turn_rate", "change_share", "step_size"
-    sampler: Tree = find(state, "sample")
+    sampler: Tree = find(state)
     stats = sampler.stats()._asdict()
     known = [stats[name] if name in stats else optax.tree.get(sampler, name) for name in names]
     if chooser(settings or {}) != "number" or any(x is None for x in known):
@@ -406,12 +406,12 @@ def size(batch: Batch, per_chain: bool) -> int | None:
     return num_rows([x for x in jax.tree.leaves(batch) if np.ndim(x) > per_chain], per_chain)
 
 
-def require_all(where: str, argument: str, rows: int, number: float):
+def require_all(argument: str, rows: int, number: float):
     """Require that a pass, which may have ended early, has all data."""
     if rows != number:
         rule = f"a pass over all data, `num_data` = {number:g} rows"
         got = f"more than {number:g}" if rows > number else f"{rows}"
-        _check.fail(where, argument, rule, f"{got} rows", PASS)
+        _check.fail(argument, rule, f"{got} rows", PASS)
 
 
 def is_finite(batch: Batch) -> bool:
@@ -425,7 +425,7 @@ def defect(batch: Batch, expected: Tree, per_chain: bool) -> str:
     if (structure := jax.tree.structure(batch)) != expected:
         return f"has the structure {structure}, not {expected} as the first"
     try:
-        _on_host.as_numeric("sample", "batches", batch)
+        _on_host.as_numeric("batches", batch)
     except _check.ArgumentError as error:
         return f"has {error.got}. {error.advice}".rstrip(". ")
     return "is empty" if size(batch, per_chain) == 0 else ""
@@ -445,26 +445,27 @@ def advice_on_axes(params: optax.Params, batches: object) -> str:
     return f"{axes} chains. {advice_on_single(batches)}".rstrip()
 
 
-def check_list(where: str, batches: Sequence, per_chain: bool, counted: Counted | None = None):
+def check_list(batches: Sequence, per_chain: bool, counted: Counted | None = None):
     """Require a list of usable batches; with `counted` also warn of their sizes and amount."""
     hint, kind = advice_on_single(batches), type(batches).__name__
     if not batches:
-        _check.fail(where, "batches", "a list with at least one batch", "an empty list")
+        _check.fail("batches", "a list with at least one batch", "an empty list")
     expected = jax.tree.structure(batches[0])
     for number, batch in enumerate(batches):
         if reason := defect(batch, expected, per_chain):
-            _check.fail(where, "batches", USABLE, f"batches[{number}], which {reason}")
+            _check.fail("batches", USABLE, f"batches[{number}], which {reason}")
     if counted:
-        batches = [_on_host.as_numeric(where, "batches", batch) for batch in batches]
+        batches = [_on_host.as_numeric("batches", batch) for batch in batches]
         if hint and len({(x.shape[1:], x.dtype) for x in batches}) > 1:
             # Batches of a list may be sequences or images of several sizes.
             are_tokens = all(x.dtype.kind in "iu" for x in batches)
             are_few = len(batches) < 4 and len({*map(len, batches)}) == 1
             if kind == "tuple" or are_few and not are_tokens:
-                warn(f"`{where}`: each array of the {kind} `batches` is taken as a batch. {hint}")
+                name = _check.function_name()
+                warn(f"`{name}`: each array of the {kind} `batches` is taken as a batch. {hint}")
         sizes, found = unequal([size(x, per_chain) for x in batches]), divisors(batches, counted)
-        warn_if_failed(where, sizes if not sizes.passed else unequal_terms(found))
-        warn_if_failed(where, amount(batches, counted, found))
+        warn_if_failed(sizes if not sizes.passed else unequal_terms(found))
+        warn_if_failed(amount(batches, counted, found))
 
 
 def unequal(sizes: Sequence[int | None]) -> Check:
@@ -786,7 +787,7 @@ def listed(tree: Tree, flags: np.ndarray) -> str:
     return ", ".join(name for name, flag in zip(leaf_names(tree), flags, strict=True) if flag)
 
 
-def check_gradients(where: str, seen: Gradients, are_compared: bool, aux: Tree):
+def check_gradients(seen: Gradients, are_compared: bool, aux: Tree):
     """Require finite gradients at the start, which the sampler receives; a clip may act on them.
 
     Some call must leave `aux` finite, and leaves that are not sampled may not move uphill.
@@ -795,18 +796,18 @@ def check_gradients(where: str, seen: Gradients, are_compared: bool, aux: Tree):
     if lost:
         rule = "a start at which the gradients of every chain are finite"
         advice = f"{NOT_FINITE} A loss may be finite where its gradient is not."
-        _check.fail(where, "params", rule, f"nan or inf in the chains {lost}", advice)
+        _check.fail("params", rule, f"nan or inf in the chains {lost}", advice)
     if seen.num_lost is not None:
         always = np.any(seen.num_lost == seen.num_calls[:, None], axis=0)
         if np.any(always & np.any(seen.num_calls)):
             got = f"nan or inf at {listed(aux, always)} after every call of `loss_fn`"
-            _check.fail(where, "aux", "finite after a call of `loss_fn`", got)
+            _check.fail("aux", "finite after a call of `loss_fn`", got)
     if adds_gradients(seen):
         rule = "one beside which the other leaves rest or are optimized"
-        _check.fail(where, "sampler", rule, "one beside which their gradients are added", AT_REST)
+        _check.fail("sampler", rule, "one beside which their gradients are added", AT_REST)
     if are_compared and (how := changed(seen)):
         rule = "a chain in which the sampler receives the gradients of the loss"
-        _check.fail(where, "sampler", rule, f"gradients {how}", BEFORE)
+        _check.fail("sampler", rule, f"gradients {how}", BEFORE)
 
 
 def changed(seen: Gradients) -> str:

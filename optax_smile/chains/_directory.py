@@ -69,8 +69,8 @@ class MemoryRun:
 class Checkpoints:
     """The newest states of a run in a directory; each process writes its shards to one file."""
 
-    def __init__(self, directory: Path, minutes: float, where: str = "sample"):
-        self.directory, self.minutes, self.where = directory.absolute(), minutes, where
+    def __init__(self, directory: Path, minutes: float, of: str = "sample"):
+        self.directory, self.minutes, self.of = directory.absolute(), minutes, of
         self.saved_at = time.monotonic()
 
     def newest(self) -> int | None:
@@ -92,7 +92,7 @@ class Checkpoints:
                         arrays[f"{name}@{first}"] = np.asarray(shard.data)
             part = f"part-{jax.process_index():05d}-of-{jax.process_count():05d}"
             file = self.directory / f"checkpoint-{number:010d}.{part}.safetensors"
-            header = {"file": file.name, "of": self.where, "place": place}
+            header = {"file": file.name, "of": self.of, "place": place}
             header |= {"formats": FORMATS, "version": __version__}
             _disk.write(file, _disk.pack(header, arrays))
             if jax.process_index() == 0:
@@ -120,11 +120,11 @@ class Checkpoints:
             rule = f"a directory with checkpoints of the formats {FORMATS}"
             got = f"{header['formats']} in {file}, written by optax_smile {header['version']}"
             advice = "Continue with that version, or choose another directory."
-            _check.fail(self.where, "directory", rule, got, advice)
-        if header["of"] != self.where:
-            rule = f"new, or that of a run of `{self.where}`"
+            _check.fail("directory", rule, got, advice)
+        if header["of"] != self.of:
+            rule = f"new, or that of a run of `{self.of}`"
             got = f"{self.directory}, which holds a run of `{header['of']}`"
-            _check.fail(self.where, "directory", rule, got, "Choose another.")
+            _check.fail("directory", rule, got, "Choose another.")
         return header["place"]
 
     def restore(self, like: Tree) -> tuple[Tree, Json] | None:
@@ -163,7 +163,7 @@ class Checkpoints:
 class DirectoryRun(Checkpoints):
     """Keeps draws, manifest and checkpoints in a directory that is locked, until `closing`.
 
-    A loop that hides its state, `where="recorded"`, keeps checkpoints of its own.
+    A loop that hides its state, `of="recorded"`, keeps checkpoints of its own.
     """
 
     def __init__(
@@ -174,9 +174,9 @@ class DirectoryRun(Checkpoints):
         dtype: str | None,
         minutes: float,
         closing: contextlib.ExitStack,
-        where: str = "sample",
+        of: str = "sample",
     ):
-        super().__init__(Path(directory), minutes, where)
+        super().__init__(Path(directory), minutes, of)
         self.like = _on_host.shapes_of_one(start)
         self.manifest = _format.manifest_of(start, dtype, settings)
         self.files = _format.DrawFiles(self.directory, _format.leaves_of(start), dtype)
@@ -184,7 +184,7 @@ class DirectoryRun(Checkpoints):
         self.warned = set[str]()
         self.is_resumed = self._find()
         # Several processes would have to read the chains of others.
-        if self.is_resumed and where == "sample" and jax.process_count() == 1:
+        if self.is_resumed and of == "sample" and jax.process_count() == 1:
             names, leaves = (leaf.name for leaf in self.files.leaves), jax.tree.leaves(start)
             given = map(self.files.rounded, names, map(np.asarray, leaves))
             same = partial(np.array_equal, equal_nan=True)
@@ -201,14 +201,14 @@ class DirectoryRun(Checkpoints):
         """Return whether there is a run to resume, and require that it is this one."""
         has_draws, newest = _format.has_draws(self.directory), self.newest()
         self.place()
-        if newest is None and has_draws and self.where == "sample":
+        if newest is None and has_draws and self.of == "sample":
             rule = "a directory with a checkpoint to resume from"
             got = f"{self.directory} with a run but no checkpoint"
-            _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
+            _check.fail("directory", rule, got, "Choose another, or remove it.")
         has_manifest = os.path.lexists(self.directory / _format.MANIFEST)
         if newest is None and not has_draws and not has_manifest:
             return False
-        before = _format.read_manifest(self.where, self.directory)
+        before = _format.read_manifest(self.directory)
         if not newest and not has_draws:
             return False
         names = ("num_chains", "leaves")  # Versions may differ.
@@ -216,7 +216,7 @@ class DirectoryRun(Checkpoints):
             {"params": {x: of[x] for x in names}, "dtype": of["stored_dtype"], **of["settings"]}
             for of in (before, self.manifest)
         )
-        check_settings(self.where, self.directory, theirs, mine)
+        check_settings(self.directory, theirs, mine)
         # Also where its draws are.
         self.manifest["settings"] = before["settings"] | self.manifest["settings"]
         return True
@@ -251,7 +251,7 @@ class DirectoryRun(Checkpoints):
 
     def result(self) -> StoredSnapshots:
         """Load the draws."""
-        with _check.called(self.where, "load_snapshots"):
+        with _check.called(_check.function_name(), "load_snapshots"):
             return load_snapshots(self.directory, like=self.like)
 
 
@@ -279,7 +279,7 @@ def named(tree: Tree) -> dict[str, jax.Array]:
     return {_paths.name(map(_paths.entry, path), "."): raw(leaf) for path, leaf in leaves}
 
 
-def lock(where: str, directory: Path) -> contextlib.ExitStack:
+def lock(directory: Path) -> contextlib.ExitStack:
     """Lock a directory until the result is closed, and remove what killed runs left in it."""
     _disk.import_safetensors()
     with contextlib.ExitStack() as closing:
@@ -291,7 +291,7 @@ def lock(where: str, directory: Path) -> contextlib.ExitStack:
         except OSError as error:
             got = f"{directory} ({error.strerror or f'{path.name}: {error}'})"
             advice = "`load_snapshots` reads the draws of a directory that is read-only."
-            _check.fail(where, "directory", "a directory that can be written", got, advice)
+            _check.fail("directory", "a directory that can be written", got, advice)
         with contextlib.suppress(ImportError):
             import fcntl
 
@@ -299,7 +299,7 @@ def lock(where: str, directory: Path) -> contextlib.ExitStack:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 got = f"{directory}, which another run is using"
-                _check.fail(where, "directory", "used by no other live run", got)
+                _check.fail("directory", "used by no other live run", got)
             # Otherwise a process forked meanwhile, such as to read batches, would keep the lock.
             closing.callback(fcntl.flock, file, fcntl.LOCK_UN)
         for draft in directory.glob(".*"):
@@ -308,16 +308,16 @@ def lock(where: str, directory: Path) -> contextlib.ExitStack:
         return closing.pop_all()
 
 
-def describe_batches(where: str, batches: object) -> Json:
+def describe_batches(batches: object) -> Json:
     """Describe batches that can be read again: their number, and tree and shapes of the first."""
     if not isinstance(batches, (list, tuple)) or not batches:
         return {}
-    first = _on_host.as_numeric(where, "batches", batches[0])
+    first = _on_host.as_numeric("batches", batches[0])
     shapes = jax.tree.map(lambda x: f"{getattr(x, 'dtype', 'number')}{[*np.shape(x)]}", first)
     return {"num_batches": len(batches), "shapes": str(shapes)}
 
 
-def check_settings(where: str, directory: Path, before: Json, now: Json):
+def check_settings(directory: Path, before: Json, now: Json):
     """Require the settings of the run in a directory, by argument; functions by their names."""
     theirs = _flat(before)
     for name, mine in _flat(json.loads(json.dumps(now))).items():
@@ -326,7 +326,7 @@ def check_settings(where: str, directory: Path, before: Json, now: Json):
         if mine != theirs.get(name) and (argument != "batches" or name in theirs):
             rule = f"one with {inside} = " * bool(inside) + repr(theirs.get(name))
             rule = f"{rule}, as in the run in {directory}"
-            _check.fail(where, argument, rule, repr(mine), "Or choose another directory.")
+            _check.fail(argument, rule, repr(mine), "Or choose another directory.")
 
 
 def _flat(tree: object, prefix: str = "") -> dict[str, object]:

@@ -77,7 +77,7 @@ class Stream:
         batch = next(self.iterator)
         # `_checks.defect` says why a batch cannot be converted.
         with contextlib.suppress(_check.ArgumentError):
-            batch = _on_host.as_numeric("sample", "batches", batch, copy=self.copies)
+            batch = _on_host.as_numeric("batches", batch, copy=self.copies)
         return batch
 
     def _restart(self, iterator: Iterator[Batch], passes: int, length: int):
@@ -120,7 +120,7 @@ class Stream:
         if (self.passes, self.taken) != wanted:
             at = f"batch {wanted[1]} of pass {wanted[0]}"
             rule = f"a stream that can return to {at}, where the run in the directory stopped"
-            _check.fail("sample", "batches", rule, f"batch {self.taken} of pass {self.passes}")
+            _check.fail("batches", rule, f"batch {self.taken} of pass {self.passes}")
 
 
 @contextlib.contextmanager

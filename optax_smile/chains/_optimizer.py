@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _on_host, _settings, _table, _tree
+from optax_smile import _check, _on_host, _settings, _table, _tree
 from optax_smile._types import Tree
 from optax_smile._warn import warn
 from optax_smile.state import STATE_FORMAT, Stats, samplers
@@ -76,9 +76,10 @@ def as_sampler(
     return optax.GradientTransformationExtraArgs(described, update)
 
 
-def warn_of_nonfinite(where: str, number: np.ndarray):
+def warn_of_nonfinite(number: np.ndarray):
     """Warn of chains with non-finite numbers, in `number` `[chain]` steps."""
     if chains := np.flatnonzero(number).tolist():
+        name = _check.function_name()
         steps = f"{_table.counted(int(np.sum(number)), 'step')} of the chains {chains}"
         advice = "Steps to non-finite iterates were skipped. Try a smaller learning rate."
-        warn(f"`{where}`: {steps} had a non-finite gradient, loss or iterate. {advice}")
+        warn(f"`{name}`: {steps} had a non-finite gradient, loss or iterate. {advice}")

@@ -52,7 +52,6 @@ class Centers:
     and tries again after twice as many steps.
     """
 
-    where: str
     all_data: Iterable[Batch]
     number: float
     per_chain: bool
@@ -73,11 +72,11 @@ class Centers:
             rows = _checks.size(batches[0], self.per_chain) or 0
             if not 2 <= rows < self.number:
                 rule = f"batches of 2 to {self.number - 1:g} examples, for `control_variate`"
-                _check.fail(self.where, "batches", rule, f"one of {rows}")
+                _check.fail("batches", rule, f"one of {rows}")
             if abs(ratio := chains.ratio_of_halves(batches[0]) - 2) > MOST_APART:
                 rule = "the mean of numbers of single examples, for `control_variate`"
                 got = f"a loss of which halves of a batch have means {ratio:.1%} apart from its own"
-                _check.fail(self.where, "loss_fn", rule, got, "Statistics of the batch are none.")
+                _check.fail("loss_fn", rule, got, "Statistics of the batch are none.")
             length = max(math.ceil(self.number / rows / batches_per_step), SHORTEST)
             plan = Plan(length, length)
         if plan.is_placed:
@@ -114,7 +113,8 @@ class Centers:
         if reason and not self.has_warned:
             self.has_warned = True
             goes_on = "The run goes on without, and tries again from time to time."
-            warn(f"`{self.where}`: `control_variate` does not pay here: {reason} {goes_on}")
+            name = _check.function_name()
+            warn(f"`{name}`: `control_variate` does not pay here: {reason} {goes_on}")
         pause = {"is_on": False, "is_placed": False, "interval": plan.length, "due": 2 * step}
         return plan._replace(**pause)
 
@@ -122,21 +122,21 @@ class Centers:
         """Yield all data with their places, and require that they are."""
         rows = 0
         for place, batch in enumerate(self.all_data):
-            batch = _on_host.as_numeric(self.where, "control_variate", batch, copy=not self.is_list)
+            batch = _on_host.as_numeric("control_variate", batch, copy=not self.is_list)
             if not (size := _checks.size(batch, self.per_chain)):
-                _check.fail(self.where, "control_variate", ALL_DATA, "a batch without examples")
+                _check.fail("control_variate", ALL_DATA, "a batch without examples")
             rows += size
             if rows > self.number:
                 break
             yield place, batch
-        _checks.require_all(self.where, "control_variate", rows, self.number)
+        _checks.require_all("control_variate", rows, self.number)
 
     def gather(self, chains: Chains):
         """Make a pass over all data."""
         sums = np.zeros(())
         for place, batch in self.sized():
             if not place and (reason := chains.misfit(batch)):
-                _check.fail(self.where, "control_variate", ALL_DATA, f"a batch that {reason}")
+                _check.fail("control_variate", ALL_DATA, f"a batch that {reason}")
             chains.gather(batch, place)
             if not self.is_list:
                 sums = sums + np.array([_moments(x) for x in jax.tree.leaves(batch)])
@@ -144,7 +144,7 @@ class Centers:
             before, self.sums = sums if self.sums is None else self.sums, sums
             if np.any(np.abs(sums - before) > ROUNDING * before[:, 1:]):
                 got = "other examples than in the pass before"
-                _check.fail(self.where, "control_variate", ALL_DATA, got, _checks.PASS)
+                _check.fail("control_variate", ALL_DATA, got, _checks.PASS)
 
     def check_batches(self, sums: np.ndarray, losses: np.ndarray):
         """Require that the batches are of the data of the centres, from `Chains.excess`."""
@@ -160,7 +160,7 @@ class Centers:
                 f"data whose mean loss is {np.median(losses):.4g} at points where that of the"
                 f" batches is {np.median(losses + mean):.4g}, {ratio:.0f} standard errors away"
             )
-            _check.fail(self.where, "control_variate", rule, got, _checks.PASS)
+            _check.fail("control_variate", rule, got, _checks.PASS)
 
 
 def _moments(array: Tree) -> tuple[float, float]:

@@ -58,21 +58,19 @@ class _Batches(_check.Constraint):
 
     text = "a batch of arrays, or an iterable of at least one batch"
 
-    def __call__(self, where, argument, value, given=_check.NOTHING):
+    def __call__(self, argument, value, given=_check.NOTHING):
         is_one = hasattr(value, "shape") or isinstance(value, tuple | dict)
         if not is_one and hasattr(value, "__iter__") and not isinstance(value, str | bytes | type):
-            convert = partial(
-                _on_host.as_numeric, where, argument, copy=not isinstance(value, list)
-            )
+            convert = partial(_on_host.as_numeric, argument, copy=not isinstance(value, list))
             batches = [*map(convert, islice(value, MOST_BATCHES + 1))]
             is_whole = isinstance(value, list) and len(batches) <= MOST_BATCHES
             if batches:
                 return batches[:MOST_BATCHES], is_whole
-            _check.fail(where, argument, self.text, "no batches")
+            _check.fail(argument, self.text, "no batches")
         leaves = jax.tree.leaves(value)
         if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
-            _check.fail(where, argument, self.text, _check.written(value))
-        return [_on_host.as_numeric(where, argument, value)], False
+            _check.fail(argument, self.text, _check.written(value))
+        return [_on_host.as_numeric(argument, value)], False
 
 
 @_check.arguments(
@@ -143,7 +141,7 @@ def check(
     settings = _settings.of(sampler, _on_host.shapes_of_one(params))
     if settings is None:
         rule = "a transformation that contains an optax_smile sampler"
-        _check.fail("check", "sampler", rule, "one without")
+        _check.fail("sampler", rule, "one without")
     checks = [*_of_data(batches, is_whole, settings)]
     usable = [part for part in batches if _checks.size(part, False) != 0]
     if usable:
@@ -191,7 +189,7 @@ def _of_chains(
     for number, part in enumerate(batches):
         if reason := chains.misfit(part):
             got, advice = f"batch {number}, which {reason}", _checks.advice_on_single(batches)
-            _check.fail("check", "batch", _checks.USABLE, got, advice)
+            _check.fail("batch", _checks.USABLE, got, advice)
     found = _checks.divisors(batches, chains.counted)
     test = _checks.amount(batches, chains.counted, found) if is_whole else None
     test = test or _checks.at_least(batches[0], chains.counted)

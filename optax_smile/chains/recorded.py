@@ -103,22 +103,24 @@ def recorded(
     recorder = _Recorder(num_warmup, thin, None if directory is None else Path(directory))
     inner = optax.with_extra_args_support(sampler)
 
+    @_check.called("recorded")
     def init(params: optax.Params) -> RecordedState:
         begun = inner.init(params)
-        state.check_place("recorded", "sampler", begun, params)
-        received = state.find(begun, "recorded", "sampler").last_received()
+        state.check_place("sampler", begun, params)
+        received = state.find(begun, "sampler").last_received()
         recorder.sampled = _checks.leaf_names(params if received is None else received[0])
         if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
             rule, got = "called outside of `shard_map`", "a call inside"
-            _check.fail("recorded", "init", rule, got, "Use `sample`, which takes a mesh.")
+            _check.fail("init", rule, got, "Use `sample`, which takes a mesh.")
         if recorder.directory is not None:
             recorder.lock(recorder.directory)
         return RecordedState(begun, recorder.begin(params))
 
+    @_check.called("recorded")
     def update(updates, before, params=None, **others) -> tuple[optax.Updates, RecordedState]:
         if not isinstance(before, RecordedState):
             rule = "what `init` or `update` of the recorded sampler returned"
-            _check.fail("recorded", "state", rule, _check.show(before))
+            _check.fail("state", rule, _check.show(before))
         if not recorder.settings:
             shapes = jax.eval_shape(lambda x: x, updates if params is None else params)
             with jax.ensure_compile_time_eval():
@@ -197,7 +199,7 @@ class _Recorder:
 
         It returns the number of the fit: before JAX 0.8 a call without a result is left out.
         """
-        per_step = state.find(after.sampler, "recorded").gradients_per_step
+        per_step = state.find(after.sampler).gradients_per_step
         stats = jax.vmap(state.stats)(after.sampler)
         step, part = jnp.divmod(stats.num_gradients, per_step)
         count, rest = jnp.divmod(step - self.num_warmup, self.thin)
@@ -213,6 +215,8 @@ class _Recorder:
         jax.lax.cond(jnp.any(is_tick), send, lambda: None)
         return after.fit
 
+    # Another thread knows of no call.
+    @_check.called("recorded")
     def _receive(self, *sent: Tree):
         with self.threads:
             try:
@@ -229,7 +233,7 @@ class _Recorder:
         if np.any(fits != own) or np.any(stats["step"] != step) or own < self.number:
             rule = "that of one call of `init`, the newest, with all chains at the same step"
             got = f"that of the calls {fits.tolist()}, at the steps {stats['step'].tolist()}"
-            _check.fail("recorded", "state", rule, got)
+            _check.fail("state", rule, got)
         if not is_tick.all():  # The last accepted point of a chain is no draw.
             return
         if own > self.number:
@@ -253,7 +257,7 @@ class _Recorder:
             argument, got = ("directory", self.directory) if self.directory else ("state", "one")
             rule = "new, or of a loop that repeats its draws to the bit"
             got = f"{got} with other draws, up to step {last}, at step {step}"
-            _check.fail("recorded", argument, rule, got, REPEAT)
+            _check.fail(argument, rule, got, REPEAT)
 
     def _open(self, directory: Path, params: Tree) -> _directory.DirectoryRun:
         """Begin the directory, or require that it is of this sampler and model."""
@@ -273,7 +277,7 @@ class _Recorder:
 
     def lock(self, directory: Path) -> contextlib.ExitStack:
         """Lock the directory until `draws`."""
-        self.locked = self.locked or _directory.lock("recorded", directory)
+        self.locked = self.locked or _directory.lock(directory)
         return self.locked
 
     def _unlock(self):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +16,7 @@ import optax
 from jax.sharding import Mesh
 
 from optax_smile import _check, _on_host, _table, parallel
-from optax_smile._types import Batch, Output, Tree, Unchecked
+from optax_smile._types import Batch, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _centers, _checks, _directory, _host, _optimizer, _renewal
 from optax_smile.chains._chains import Chains
@@ -38,15 +37,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 def _method(function: _check.Function_) -> _check.Function_:
-    """Let no debugging flag of JAX act in a method, and name what the user called in its errors."""
-
-    @_check.on_host
-    @functools.wraps(function)
-    def method(self: Run, *args: Unchecked, **kwargs: Unchecked) -> Unchecked:
-        with _check.called(self.where, "sample", "parallel.place", "parallel.init", tree="params"):
-            return function(self, *args, **kwargs)
-
-    return cast(_check.Function_, method)
+    """Let no debugging flag of JAX act in a method, and name `Run` in its errors."""
+    named = _check.called("Run", "parallel.place", "parallel.init", tree="params")
+    return _check.on_host(named(function))
 
 
 class Run:
@@ -84,8 +77,7 @@ class Run:
         (30, 5, (3, 5, 2))
     """
 
-    # What the user called, in errors and warnings, and whether it warns of an optimizer.
-    where, announces = "Run", True
+    announces = True  # Whether it warns of an optimizer.
 
     @_check.arguments(
         "Run",
@@ -126,7 +118,7 @@ class Run:
         dtype: _format.StoredDtype | None = None,
     ):
         if dtype is not None and directory is None:
-            _check.fail(self.where, "dtype", "None without a `directory`", repr(dtype))
+            _check.fail("dtype", "None without a `directory`", repr(dtype))
         key = cast(jax.Array, key)
         self._batches, self._warns, self._directory = batches, check, directory
         self._steps_per_dispatch = steps_per_dispatch
@@ -153,21 +145,20 @@ class Run:
             number = (self._chains.settings or {}).get("num_data")
             if not isinstance(number, int | float):
                 rule = "a sampler with a number `num_data`, for `control_variate`"
-                _check.fail(self.where, "sampler", rule, f"one with {number}")
-            self._centers = _renewal.Centers(self.where, control_variate, number, per_chain)
+                _check.fail("sampler", rule, f"one with {number}")
+            self._centers = _renewal.Centers(control_variate, number, per_chain)
         self._per_step = self._chains.gradients_per_step
         if self._chains.accumulates and self._per_step > 1:
             rule = 'one with `integrator="leapfrog"` inside `optax.MultiSteps`'
-            _check.fail("sample", "sampler", rule, "one with two gradients per step")
+            _check.fail("sampler", rule, "one with two gradients per step")
         self._batches_per_step = 1 if batch_per == "step" else self._per_step
         self._stream = _host.Stream(batches, alternates=self._batches_per_step == 2)
         is_list = isinstance(batches, (list, tuple))
         if is_list:
             counted = self._chains.counted if check else None
-            _checks.check_list(self.where, batches, per_chain, counted)
-        self._checked = _usable(
-            self.where, self._stream, per_chain, check and not is_list, self._chains.misfit
-        )
+            _checks.check_list(batches, per_chain, counted)
+        warns = check and not is_list
+        self._checked = _usable(self._stream, per_chain, warns, self._chains.misfit)
         self._num_gradients = self._num_kept = 0
         self._position = self._stream.position()
         # Record of the gradients at the last tick, and statistics.
@@ -194,9 +185,9 @@ class Run:
                     "per_chain": per_chain,
                     "sampler": settings,
                     "key": np.asarray(jax.random.key_data(key)).tolist(),
-                    "batches": _directory.describe_batches("sample", batches),
+                    "batches": _directory.describe_batches(batches),
                 }
-                closing.enter_context(_directory.lock("sample", Path(directory)))
+                closing.enter_context(_directory.lock(Path(directory)))
                 self._kept = _directory.DirectoryRun(
                     directory, start, same, dtype, checkpoint_minutes, closing
                 )
@@ -206,7 +197,7 @@ class Run:
             raise
         if self._is_optimizer and self.announces:
             what = "Its iterates are checkpoints, not posterior draws."
-            warn(f"`{self.where}`: `sampler` is an optimizer. {what}")
+            warn(f"`{_check.function_name()}`: `sampler` is an optimizer. {what}")
 
     def _resume(self):
         """Continue from the newest checkpoint, or write the first one."""
@@ -258,8 +249,8 @@ class Run:
         """
         return _on_host.local(self._chains.draw())
 
-    @_check.arguments("Run.advance", num_steps=_check.Whole(0))
     @_method
+    @_check.arguments("Run.advance", num_steps=_check.Whole(0))
     def advance(self, num_steps: int, *, trace: bool = True):
         """Run the chains to a number of steps, unless they have made as many; no draws are kept.
 
@@ -278,12 +269,12 @@ class Run:
             return
         if self._kept.begun is not None and num_steps >= (place := self._next_draw()):
             rule = f"below {place}, the step of the next draw"
-            _check.fail("Run.advance", "num_steps", rule, num_steps, "Go on with `draws`.")
+            _check.fail("num_steps", rule, num_steps, "Go on with `draws`.")
         if not self._go_to(num_steps, trace):
             self._refuse_batches(num_steps * self._batches_per_step)
 
-    @_check.arguments("Run.draws", num_draws=_check.Whole(1), thin=_check.Whole(1))
     @_method
+    @_check.arguments("Run.draws", num_draws=_check.Whole(1), thin=_check.Whole(1))
     def draws(self, num_draws: int, *, thin: int = 1) -> Iterator[Tree]:
         """Iterate over the draws that are to be made, and keep each of them.
 
@@ -310,8 +301,7 @@ class Run:
         """Make draws as `draws` does, and pause after each, without copies for the caller."""
         begun = self._kept.begun
         if begun is not None and begun["thin"] != thin:
-            rule = f"{begun['thin']}, as for the draws that the run has"
-            _check.fail("Run.draws", "thin", rule, thin)
+            _check.fail("thin", f"{begun['thin']}, as for the draws that the run has", thin)
         self._require_open("Run.draws")
         if begun is None:
             self._kept.begin(self.num_steps, thin)
@@ -360,21 +350,23 @@ class Run:
         if not number:
             rule = f"large enough that at least one of the {self.num_steps} steps is a draw"
             advice = "Run longer, or lower `adapt_steps` or `exploration` of the sampler."
-            _check.fail("Run.draws", "num_draws", rule, wanted, advice)
+            with _check.called("Run.draws"):
+                _check.fail("num_draws", rule, wanted, advice)
         if number < wanted and self.num_steps == end:
             fewer = f"{number} draws per chain instead of {wanted}"
-            warn(f"`{self.where}` kept {fewer}: at the other steps, `is_draw` is False.")
+            name = _check.function_name()
+            warn(f"`{name}` kept {fewer}: at the other steps, `is_draw` is False.")
         if self._close.alive:
             self.checkpoint()
         if self._is_optimizer:
-            _optimizer.warn_of_nonfinite(self.where, self.stats["num_nonfinite"])
+            _optimizer.warn_of_nonfinite(self.stats["num_nonfinite"])
         elif self._warns and (seen := self._gradients) is not None and seen.num_calls.size:
             # A process may hold no chain.
             for check in (_checks.check_finite(seen), _checks.check_clips(seen)):
-                _checks.warn_if_failed(self.where, check)
+                _checks.warn_if_failed(check)
         if self._gradients is not None:
             lost = _checks.check_aux(self._gradients, self._chains.like.aux)
-            _checks.warn_if_failed(self.where, lost)
+            _checks.warn_if_failed(lost)
         draws = self._kept.result()
         draws.interrupted = self._interrupted
         return draws
@@ -474,23 +466,23 @@ class Run:
             if not taken:
                 return
             if not (self._num_gradients or self._position.taken):
-                self._chains.check(self.where, taken[0], self._warns)
+                self._chains.check(taken[0], self._warns)
             yield taken, places, position
 
     def _tick(self, step: int, is_place: bool, trace: bool):
         """Check what the chains did, and keep their statistics and, at its place, a draw."""
         self._stats, self._gradients = self._chains.record()
         aux = self._chains.like.aux
-        _checks.check_gradients("sample", self._gradients, not self._is_optimizer, aux)
+        _checks.check_gradients(self._gradients, not self._is_optimizer, aux)
         if altered := np.flatnonzero(self._stats["is_altered"]).tolist():
             rule = "a sampler whose updates are applied unchanged"
             number, calls = (self._stats[x][altered[0]] for x in ("num_altered", "num_gradients"))
             got = f"changed updates in {number} of {calls} calls, in the chains {altered}"
-            _check.fail("sample", "sampler", rule, got, AFTER)
+            _check.fail("sampler", rule, got, AFTER)
         is_draw = is_place and bool(np.all(self._stats["is_draw"]))
         if is_draw and not self._num_kept and self._warns:
             found = _checks.check_step_size(self._chains.settings, self._chains.tree.state)
-            _checks.warn_if_failed(self.where, found)
+            _checks.warn_if_failed(found)
         if trace:
             self._draw = self._chains.draw() if is_draw else None
             self._kept.put(self._num_kept, step, self._stats, self._draw)
@@ -508,8 +500,8 @@ class Run:
             self._interrupted = signal
             steps = _table.counted(self.num_steps, "step")
             made = f"{steps} and {_table.counted(self._num_kept, 'draw')} per chain"
-            resume = _directory.how_to_resume(self._directory)
-            raise Interrupted(f"`{self.where}` was stopped by {signal} after {made}. {resume}")
+            resume, name = _directory.how_to_resume(self._directory), _check.function_name()
+            raise Interrupted(f"`{name}` was stopped by {signal} after {made}. {resume}")
 
     @_method
     def checkpoint(self):
@@ -530,21 +522,22 @@ class Run:
         defect = self._stream.defect
         reason = f"{defect}." if defect else f"the batches ran out. {RESTART}"
         fewer = f"{self._num_kept} of {num_draws} draws per chain"
-        warn(f"`{self.where}` ended early with {fewer}: {reason}{resume}")
+        warn(f"`{_check.function_name()}` ended early with {fewer}: {reason}{resume}")
 
+    @_method
     def _refuse_batches(self, needed: int):
         """Say why the batches ended before the first draw."""
         if self._stream.defect:
             advice = _checks.advice_on_single(self._batches)
             got = f"{_check.show(self._batches) if advice else 'one'} whose {self._stream.defect}"
-            _check.fail("sample", "batches", _checks.USABLE, got, advice)
+            _check.fail("batches", _checks.USABLE, got, advice)
         rule = f"a list, which is restarted, or batches for {needed} gradients"
         advice = RESTART if self._stream.taken else ""
-        _check.fail("sample", "batches", rule, f"{self._stream.taken or 'no'} batches", advice)
+        _check.fail("batches", rule, f"{self._stream.taken or 'no'} batches", advice)
 
 
 def _usable(
-    where: str, stream: _host.Stream, per_chain: bool, warns: bool, misfit: Callable[[Batch], str]
+    stream: _host.Stream, per_chain: bool, warns: bool, misfit: Callable[[Batch], str]
 ) -> Iterator[Batch]:
     """Yield batches up to one with a `stream.defect`, and warn once of one of another size."""
     structure, first, known = None, None, set()
@@ -564,5 +557,5 @@ def _usable(
             first = first or rows
             check = _checks.unequal([first, rows])
             warns = check.passed
-            _checks.warn_if_failed(where, check)
+            _checks.warn_if_failed(check)
         yield batch

@@ -152,7 +152,7 @@ def sample(
     """
     with (
         _check.called("sample", "Run", "Run.advance", "Run.draws"),
-        _Run(
+        Run(
             loss_fn,
             params,
             batches,
@@ -194,19 +194,13 @@ def sample(
     return draws
 
 
-class _Run(Run):
-    """A run whose warnings name `sample`."""
-
-    where = "sample"
-
-
 def _check_warmup(run: Run, num_warmup: int):
     """Require the warm-up of the run that is continued."""
     made, before = run.num_steps, run.num_warmup
     if before not in (None, num_warmup) or (before is None and made > num_warmup):
         rule = f"at least {made}, the steps made" if before is None else f"{before}"
         advice = "Or choose another directory."
-        _check.fail("sample", "num_warmup", f"{rule}, as in this run", num_warmup, advice)
+        _check.fail("num_warmup", f"{rule}, as in this run", num_warmup, advice)
 
 
 def _show(bar: Bar, run: Run):

@@ -114,16 +114,16 @@ class _Candidates(_check.Constraint):
 
     text = "a dict of at least one sampler or optimizer by name, a valid folder name"
 
-    def __call__(self, where, argument, value, given=_check.NOTHING):
+    def __call__(self, argument, value, given=_check.NOTHING):
         def is_name(x) -> bool:
             is_text = isinstance(x, str) and x.strip(". ") and x != ROUNDS
             return bool(is_text) and not {*'/\\:*?"<>|\0'} & {*x}
 
         if not isinstance(value, Mapping) or not value or not all(map(is_name, value)):
             got = [*value] if isinstance(value, Mapping) else _check.show(value)
-            _check.fail(where, argument, self.text, got)
+            _check.fail(argument, self.text, got)
         for name, candidate in value.items():
-            _check.TRANSFORMATION(where, f"{argument}[{name!r}]", candidate)
+            _check.TRANSFORMATION(f"{argument}[{name!r}]", candidate)
         return dict(value)
 
 
@@ -225,9 +225,9 @@ def select(
         >>> selection.best, selection.draws.num_draws
         ('sgld', 30)
     """
-    validation = _on_host.as_numeric("select", "validation", tuple(validation), copy=True)
+    validation = _on_host.as_numeric("validation", tuple(validation), copy=True)
     if (number := jax.process_count()) > 1:
-        _check.fail("select", "params", "arrays of a single process", f"{number} processes")
+        _check.fail("params", "arrays of a single process", f"{number} processes")
     folder = None if directory is None else Path(directory).absolute()
     read: Options = {"likelihood": likelihood, "targets": validation[1]}
     read |= {"batch_size": batch_size, "mesh": mesh, "specs": specs}
@@ -244,7 +244,7 @@ def select(
             repeated[name] = done.get(name, 0) if own is None else 0
             control = control_variate if settings[name] else None
             more: Options = {"directory": own, "control_variate": control}
-            runs[name] = _Run(loss_fn, params, batches, candidates[name], **more, **given)
+            runs[name] = _Quiet(loss_fn, params, batches, candidates[name], **more, **given)
         return runs[name]
 
     def close(names: Iterable[str], *error: Unchecked):
@@ -283,7 +283,7 @@ def select(
                 are_finite = np.isfinite([_mean(x.density) for x in scores.values()])
                 if num_dropped and not are_finite.any():
                     rule = "candidates of which one keeps all chains and predictions finite"
-                    _check.fail("select", "candidates", rule, [*scores])
+                    _check.fail("candidates", rule, [*scores])
                 running = _survivors(scores, len(running) - num_dropped, settings)
                 latest |= scores
                 if len(running) > 1:
@@ -320,10 +320,10 @@ def select(
     )
 
 
-class _Run(Run):
-    """A run whose warnings name `select`."""
+class _Quiet(Run):
+    """A run that does not warn of an optimizer."""
 
-    where, announces = "select", False
+    announces = False
 
 
 class _Plan(NamedTuple):
@@ -435,7 +435,7 @@ def _score(
     run.checkpoint()
     if run.num_steps != end or not scored:
         got = f"one with a run of {run.num_steps} steps"
-        _check.fail("select", "directory", "new, or hold the same selection", got)
+        _check.fail("directory", "new, or hold the same selection", got)
     if np.any(run.stats["num_nonfinite"] > MOST_NONFINITE * run.stats["num_gradients"]):
         return BROKEN
     doublings = np.log2(plan.num_draws * plan.thin / ((1 - BURN_IN) * end))
@@ -539,7 +539,7 @@ def _read(folder: Path | None, identity: Options) -> list[Scores]:
     for what, mine in identity.items():
         if (theirs := stored.get(what)) != mine:
             rule = f"new, or hold a selection with the same {what}: {_check.cut(mine)}"
-            _check.fail("select", "directory", rule, f"{folder} with {_check.cut(theirs)}")
+            _check.fail("directory", rule, f"{folder} with {_check.cut(theirs)}")
     return [{name: Score(*x) for name, x in scores.items()} for scores in stored["found"]]
 
 

@@ -147,8 +147,8 @@ def warmstart(
     `sample`: Sommer et al. 2024.
     """
     optimizer = optax.with_extra_args_support(optimizer)
-    validation = _on_host.as_numeric("warmstart", "validation", validation, copy=True)
-    loss = _checks.loss_of("warmstart", loss_fn, aux is not None, stochastic)
+    validation = _on_host.as_numeric("validation", validation, copy=True)
+    loss = _checks.loss_of(loss_fn, aux is not None, stochastic)
     # The argument check has converted a seed to a typed key.
     typed = cast(jax.Array, key)
     members = _begin(init_fn, optimizer, num_members, typed, stochastic, aux, mesh, specs)
@@ -165,7 +165,7 @@ def warmstart(
     with _check.called("warmstart", "parallel.place_batch", batch="validation"):
         held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
     hint = _checks.advice_on_single(batches)
-    losses = _checks.Losses("warmstart", loss, num_members, False, mesh, hint)
+    losses = _checks.Losses(loss, num_members, False, mesh, hint)
     epoch, signal, checkpoints = 0, None, None
     batch = None if validation is None else jax.tree.map(np.shape, validation)
     identity: Options = {
@@ -174,7 +174,7 @@ def warmstart(
         "patience": patience,
         "key": np.asarray(jax.random.key_data(typed)).tolist(),
         "validation": None if batch is None else str(batch),
-        "batches": _directory.describe_batches("warmstart", batches),
+        "batches": _directory.describe_batches(batches),
         "steps_per_epoch": steps_per_epoch,
     }
     stream = None if steps_per_epoch is None else _host.Stream(batches)
@@ -188,10 +188,10 @@ def warmstart(
     with ExitStack() as closing:
         if directory is not None:
             folder = Path(directory)
-            closing.enter_context(_directory.lock("warmstart", folder))
+            closing.enter_context(_directory.lock(folder))
             checkpoints = _directory.Checkpoints(folder, checkpoint_minutes, "warmstart")
             if place := checkpoints.place():
-                _directory.check_settings("warmstart", folder, place["run"], identity)
+                _directory.check_settings(folder, place["run"], identity)
             if restored := checkpoints.restore(members):
                 members, epoch = restored[0], restored[1]["epoch"]
         bar = closing.enter_context(Bar(num_epochs, "warm start", progress))
@@ -207,28 +207,28 @@ def warmstart(
         while epoch < num_epochs and not signal and not _are_done(members, patience):
             num_batches, copies = 0, not isinstance(batches, (list, tuple))
             for num_batches, given in enumerate(of_epochs(1), 1):
-                batch = _on_host.as_numeric("warmstart", "batches", given, copy=copies)
+                batch = _on_host.as_numeric("batches", given, copy=copies)
                 if epoch == 0 and num_batches == 1:
                     losses.check(members, batch)
                     if check and not stochastic:
                         of_batch = partial(losses, members)
                         like = _on_host.shapes_of_one(members)
                         counted = _checks.Counted(None, False, None if mesh else loss, like)
-                        _checks.warn_of_sum("warmstart", of_batch, batch, counted, mesh)
+                        _checks.warn_of_sum(of_batch, batch, counted, mesh)
                     if validation is not None:
                         losses.check(members, validation, "validation")
                         # A loss may ignore missing numbers.
                         if not _checks.is_finite(validation) and not np.any(
                             np.isfinite(_on_host.local(losses(members, validation)))
                         ):
-                            _check.fail("warmstart", "validation", "finite", "nan or inf")
+                            _check.fail("validation", "finite", "nan or inf")
                 members = train(members, losses.put(batch))
                 if epoch == first_epoch and num_batches == 1:
                     bar.show(epoch)
             epoch += 1
             if not num_batches:
                 rule = "an iterable that yields batches in every epoch, such as a list"
-                _check.fail("warmstart", "batches", rule, f"none in epoch {epoch}")
+                _check.fail("batches", rule, f"none in epoch {epoch}")
             members = judge(members, held_out)
             bar.show(epoch, loss=f"{np.mean(_on_host.local(members.best_loss)):.4f}")
             is_due = checkpoints is not None and checkpoints.is_due()
@@ -251,7 +251,7 @@ def warmstart(
     if lost:
         rule, got = "finite for every member after some epoch", f"never so for the members {lost}"
         advice = "Are the batches and `validation` finite? Try a smaller learning rate."
-        _check.fail("warmstart", "loss_fn", rule, got, advice)
+        _check.fail("loss_fn", rule, got, advice)
     if members.num_lost is not None and np.any(lost := _on_host.local(members.num_lost)):
         at = _checks.listed(aux, np.any(lost, axis=0))
         warn(f"`warmstart`: `aux` was not finite at {at} after {np.max(lost)} steps. {KEPT}")
@@ -271,19 +271,19 @@ def _begin(
 ) -> Members:
     """Make the members before the first step, each on its row of devices."""
     key, loss_key = jax.random.split(key) if stochastic else (key, None)
-    if aux is not None and parallel.num_chains("warmstart", aux, "aux") != num_members:
+    if aux is not None and parallel.num_chains(aux, "aux") != num_members:
         rule = f"a tree whose leaves have a leading axis of {num_members} members"
-        _check.fail("warmstart", "aux", rule, jax.tree.map(jnp.shape, aux))
-    parallel.check_mesh("warmstart", mesh, num_members)
+        _check.fail("aux", rule, jax.tree.map(jnp.shape, aux))
+    parallel.check_mesh(mesh, num_members)
     # For an optimizer with noise: not one of the keys of the initial parameters.
     state_key = jax.random.fold_in(key, num_members)
     keys = parallel._split_key(key, num_members, mesh=mesh)
     like = jax.ShapeDtypeStruct(keys.shape, keys.dtype)
-    shapes = _check.traced("warmstart", "init_fn", jax.vmap(init_fn), like, rule=INIT_RULE)
+    shapes = _check.traced("init_fn", jax.vmap(init_fn), like, rule=INIT_RULE)
     dtypes = [x.dtype for x in jax.tree.leaves(shapes)]
     if not dtypes or not all(jnp.issubdtype(x, jnp.inexact) for x in dtypes):
-        _check.fail("warmstart", "init_fn", INIT_RULE, f"one that returns {_check.cut(shapes)}")
-    own = parallel._shardings("warmstart", shapes, mesh, specs, "params")
+        _check.fail("init_fn", INIT_RULE, f"one that returns {_check.cut(shapes)}")
+    own = parallel._shardings(shapes, mesh, specs, "params")
     params = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)(keys)
     unknown, arrays = np.full(num_members, np.inf, _tree.dtype(params)), len(jax.tree.leaves(aux))
 
@@ -389,20 +389,18 @@ def chains_from_weights(
         >>> chains["w"].shape
         (4, 3)
     """
-    where = "chains_from_weights"
     if not jax.tree.leaves(weights[:1]):
-        got = "trees with no arrays" if weights else "an empty list"
-        _check.fail(where, "weights", WEIGHTS.text, got)
-    _check.Tree(WEIGHTS.text, finite=True)(where, "weights", weights)
+        _check.fail("weights", WEIGHTS.text, "trees with no arrays" if weights else "an empty list")
+    _check.Tree(WEIGHTS.text, finite=True)("weights", weights)
     for tree in weights[1:]:
-        _check_trees.check_alike(where, "weights", tree, weights[0], "the first tree")
+        _check_trees.check_alike("weights", tree, weights[0], "the first tree")
     for leaf in jax.tree.leaves(weights[0]):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            _check.fail(where, "weights", "floating-point parameters", jnp.result_type(leaf))
+            _check.fail("weights", "floating-point parameters", jnp.result_type(leaf))
     num_chains = len(weights) if num_chains is None else num_chains
     if num_chains < len(weights):
         rule = f"at least {len(weights)}, the number of `weights`"
-        _check.fail(where, "num_chains", rule, num_chains, "Or pass fewer weights.")
+        _check.fail("num_chains", rule, num_chains, "Or pass fewer weights.")
     chosen = [weights[chain % len(weights)] for chain in range(num_chains)]
     chains = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *chosen)
     if jitter is None:
@@ -410,7 +408,7 @@ def chains_from_weights(
     if not jitter:
         return chains
     purpose = "for the jitter that separates chains with equal initial weights"
-    drawn = _check.Key(True, purpose)(where, "key", key)
+    drawn = _check.Key(True, purpose)("key", key)
 
     def disturb(chain, noise):
         sizes = jax.tree.map(lambda x: jnp.sqrt(jnp.mean(x**2)), chain)

@@ -25,17 +25,17 @@ class Posterior(_check.Constraint):
 
     text = "the result of `sample` or `load_snapshots`"
 
-    def __call__(self, where, argument, value, given=_check.NOTHING):
+    def __call__(self, argument, value, given=_check.NOTHING):
         """Check draws, see `_check.Constraint`."""
         if not isinstance(value, Snapshots):
             advice = "Make one with `Snapshots` or `Snapshots.from_members`."
-            _check.fail(where, argument, self.text, _check.show(value), advice)
+            _check.fail(argument, self.text, _check.show(value), advice)
         if not value.num_draws:
             advice = "The run is still in its warm-up or ended there. Load it again later."
-            _check.fail(where, argument, "draws of a run that has at least one", "none", advice)
+            _check.fail(argument, "draws of a run that has at least one", "none", advice)
         if not _settings.are_posterior(value.settings):
             rule, advice = "draws from a posterior", "`predict` and the metrics accept them."
-            _check.fail(where, argument, rule, _settings.origin(value.settings), advice)
+            _check.fail(argument, rule, _settings.origin(value.settings), advice)
         return value
 
 
@@ -98,7 +98,7 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
     more: dict[str, Mapping[str, ArrayLike]] = {}
     if prediction is not None:
         axes = snapshots.num_chains, snapshots.num_draws
-        more["log_likelihood"] = {"target": log_density_of("to_arviz", axes, prediction)}
+        more["log_likelihood"] = {"target": log_density_of(axes, prediction)}
     return with_groups(snapshots, more)
 
 

@@ -277,7 +277,8 @@ def summary(
     of_draws = _trace.of_draws(snapshots.trace, num_draws)
     trace = dict.fromkeys(NEEDED, np.full((num_chains, num_draws), np.nan))
     trace |= {name: np.asarray(values, float) for name, values in of_draws.items()}
-    _trace.read("Snapshots", trace, *NEEDED)
+    with _check.called("Snapshots"):
+        _trace.read(trace, *NEEDED)
     first_step_size = np.asarray(snapshots.trace.get("step_size", trace["step_size"]), float)[:, 0]
     copies = copy_of(paths)
     own = np.unique(copies)
@@ -285,14 +286,14 @@ def summary(
     rhat_within, rhat_across, sizes = unknown[:, None], np.empty(0), np.empty(0)
     series, source, least = paths.weights, "snapshots", LEAST_DRAWS_WITHIN
     if prediction is not None:
-        density = log_density_of("summary", (num_chains, num_draws), prediction)
+        density = log_density_of((num_chains, num_draws), prediction)
         values = _scalars(prediction, density, max_inputs, seed)
         by_chain = statistics.log_mean_exp(density, (1,))
         chain_lppd = by_chain.mean(axis=1)
         lppd = float(statistics.log_mean_exp(by_chain, (0,)).mean())
         series, source, least = values, "prediction", LEAST_DRAWS
     if num_draws >= least and np.isnan(series).any():
-        _check.fail("summary", source, "without NaN", "NaN in some draws")
+        _check.fail(source, "without NaN", "NaN in some draws")
     if values is not None and density is not None and num_draws >= LEAST_DRAWS:
         sizes = statistics.ess(values[own])
         mcse = statistics.mcse_lppd(density[own]) if np.isfinite(lppd) else np.nan

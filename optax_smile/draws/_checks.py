@@ -30,14 +30,14 @@ class Reading(_check.Constraint):
 
     text = f"{_check.OneOf(likelihoods.Name).rule}, or a `Likelihood`"
 
-    def __call__(self, where, argument, value, given=_check.NOTHING):
+    def __call__(self, argument, value, given=_check.NOTHING):
         if not isinstance(value, likelihoods.Likelihood):
             if not isinstance(value, str) or value not in likelihoods.NAMED:
-                _check.fail(where, argument, self.rule, _check.written(value))
+                _check.fail(argument, self.rule, _check.written(value))
             return likelihoods.NAMED[value]
         for name, part in value._asdict().items():
             if part is not None:
-                _check.Function(likelihoods.FORMS[name])(where, f"{argument}.{name}", part)
+                _check.Function(likelihoods.FORMS[name])(f"{argument}.{name}", part)
         return value
 
 
@@ -45,8 +45,8 @@ class Reading(_check.Constraint):
 class Numeric(_check.Tree):
     """Arrays, or what NumPy converts to arrays."""
 
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        return super().__call__(where, argument, _on_host.as_numeric(where, argument, value), given)
+    def __call__(self, argument, value, given=_check.NOTHING):
+        return super().__call__(argument, _on_host.as_numeric(argument, value), given)
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Targets(Inputs):
     like: str = "inputs"
     finite: bool = False
 
-    def __call__(self, where, argument, value, given=_check.NOTHING):
+    def __call__(self, argument, value, given=_check.NOTHING):
         if value is None:
             return None
         if given["likelihood"] in likelihoods.NAMED.values():
-            value = _check.host(where, argument, value)
-        return super().__call__(where, argument, value, given)
+            value = _check.host(argument, value)
+        return super().__call__(argument, value, given)
 
 
 INPUTS_AND_TARGETS = _check.Where(
@@ -78,7 +78,7 @@ INPUTS_AND_TARGETS = _check.Where(
 )
 
 
-def log_density_of(where: str, axes: tuple[int, int], prediction: Prediction) -> np.ndarray:
+def log_density_of(axes: tuple[int, int], prediction: Prediction) -> np.ndarray:
     """Return the log likelihoods `[chain, draw, target]` of a prediction by draw."""
     density = None if prediction.each is None else prediction.each.log_density
     if density is None or density.ndim < 3 or density.shape[:2] != axes:
@@ -89,7 +89,7 @@ def log_density_of(where: str, axes: tuple[int, int], prediction: Prediction) ->
         got = 'one without `per="draw"`' if prediction.each is None else "one without `targets`"
         if density is not None:
             got = f"one with log densities [chain, draw, ...] of shape {density.shape}"
-        _check.fail(where, "prediction", rule, got)
+        _check.fail("prediction", rule, got)
     return of_targets(density.astype(float))
 
 

@@ -65,7 +65,7 @@ def manifest_of(params: object, dtype: str | None, settings: Mapping) -> Json:
     leaves, libraries = leaves_of(params), (jax, optax, np, _disk.import_safetensors())
     if len({leaf.name for leaf in leaves}) < len(leaves):
         rule = "a tree whose leaves have distinct paths"
-        _check.fail("sample", "params", rule, sorted(leaf.name for leaf in leaves))
+        _check.fail("params", rule, sorted(leaf.name for leaf in leaves))
     described = {
         "format": FORMAT,
         "num_chains": int(jax.tree.leaves(params)[0].shape[0]),
@@ -83,12 +83,12 @@ def write_manifest(directory: Path, manifest: Json):
         _disk.write_json(directory / MANIFEST, manifest)
 
 
-def read_manifest(where: str, directory: Path) -> Json:
+def read_manifest(directory: Path) -> Json:
     """Read the manifest of a directory; an error if it is missing, damaged or of another format."""
     file = directory / MANIFEST
 
     def refuse(rule: str, got: object, advice: str = REMEDY) -> NoReturn:
-        _check.fail(where, "directory", f"a directory {rule}", got, advice)
+        _check.fail("directory", f"a directory {rule}", got, advice)
 
     if not os.path.lexists(file):
         what = "without one" if directory.is_dir() else "which is none"
@@ -127,7 +127,7 @@ def find(directory: Path, num_chains: int) -> dict[int | str, list[Block]]:
         if match := _FILE.fullmatch(path.name):
             if path.is_symlink() or not path.is_file():
                 rule, got = "a directory whose draws are regular files", f"{path}, a link or device"
-                _check.fail("load_snapshots", "directory", rule, got)
+                _check.fail("directory", rule, got)
             draw = START if match[2] is None else int(match[2])
             block = Block(path, draw, int(match[3]), int(match[4]))
             if block.first <= block.last < num_chains:
@@ -154,8 +154,7 @@ def find_draws(directory: Path, manifest: Json) -> list[list[Block]]:
     if len(found) < number:
         missing = next(x for x in range(number) if x not in found)
         rule = f"a directory with the files of all its {number} draws"
-        got = f"{directory} without draw-{missing:08d}.*"
-        _check.fail("load_snapshots", "directory", rule, got, REMEDY)
+        _check.fail("directory", rule, f"{directory} without draw-{missing:08d}.*", REMEDY)
     return [found[x] for x in range(number)]
 
 

@@ -19,7 +19,6 @@ FORMS = {"mean": "(outputs)", "variance": "(outputs)", "entropy": "(mean)"}
 FORMS |= {"log_density": "(outputs, targets)", "check": "(outputs, targets)"}
 FORMS |= {"has_target": "(targets)"}
 Name = Literal["categorical", "bernoulli", "gaussian", "tokens"]
-_fail = partial(_check.fail, "Predictor")
 # Rounding of the sum of probabilities in half precision, and fewest numbers that show more.
 SUM_ROUNDING, LEAST_NUMBERS = 0.01, 20
 
@@ -66,28 +65,28 @@ def _check_logits(name: str, axes: str, smallest_label: int, outputs: Any, targe
     """Require logits with these axes, and integer labels that match them."""
     if not hasattr(outputs, "shape") or len(outputs.shape) != axes.count(",") + 1:
         rule = f"a function that returns logits {axes} for {name!r}"
-        _fail("apply_fn", rule, jax.tree.map(lambda x: x.shape, outputs))
+        _check.fail("apply_fn", rule, jax.tree.map(lambda x: x.shape, outputs))
     if targets is None:
         return
     *shape, num_classes = outputs.shape
     targets = np.asarray(targets)
     if targets.shape != tuple(shape) or not np.issubdtype(targets.dtype, np.integer):
         rule = f"integers of shape {tuple(shape)}"
-        _fail("targets", rule, f"{targets.dtype} of shape {targets.shape}")
+        _check.fail("targets", rule, f"{targets.dtype} of shape {targets.shape}")
     if targets.size and not smallest_label <= targets.min() <= targets.max() < num_classes:
         rule = f"classes from {smallest_label} to {num_classes - 1}"
-        _fail("targets", rule, f"{targets.min()} to {targets.max()}")
+        _check.fail("targets", rule, f"{targets.min()} to {targets.max()}")
 
 
 def _check_bernoulli(outputs: Any, targets: Any):
     if not hasattr(outputs, "shape"):
         rule = "a function that returns one logit per target for 'bernoulli'"
-        _fail("apply_fn", rule, _check.show(outputs))
+        _check.fail("apply_fn", rule, _check.show(outputs))
     if targets is not None:
         _check_real_targets(outputs.shape, targets)
         if not np.all(np.isin(targets, (0, 1))):
             wrong = np.asarray(targets)[~np.isin(targets, (0, 1))]
-            _fail("targets", "0 or 1", f"{wrong.flat[0]}")
+            _check.fail("targets", "0 or 1", f"{wrong.flat[0]}")
 
 
 def _check_gaussian(outputs: Any, targets: object):
@@ -97,11 +96,11 @@ def _check_gaussian(outputs: Any, targets: object):
     )
     is_pair = isinstance(outputs, (tuple, list)) and len(outputs) == 2
     if not is_pair or not all(hasattr(x, "shape") for x in outputs):
-        _fail("apply_fn", rule, _check.show(outputs))
+        _check.fail("apply_fn", rule, _check.show(outputs))
     shapes = [x.shape for x in outputs]
     fits = [b in (a, 1) for a, b in zip(*shapes, strict=False)]
     if not all(fits) or len(shapes[1]) not in (0, len(shapes[0])):
-        _fail("apply_fn", rule, f"the shapes {shapes[0]} and {shapes[1]}")
+        _check.fail("apply_fn", rule, f"the shapes {shapes[0]} and {shapes[1]}")
     if targets is not None:
         _check_real_targets(shapes[0], targets)
 
@@ -110,10 +109,10 @@ def _check_real_targets(shape: tuple[int, ...], targets: object):
     """Require targets of the shape of the mean: `[input, 1]` and `[input]` would broadcast."""
     targets = np.asarray(targets)
     if targets.shape != shape:
-        _fail("targets", f"of the shape of the mean, {shape}", f"{targets.shape}")
+        _check.fail("targets", f"of the shape of the mean, {shape}", f"{targets.shape}")
     if not np.all(np.isfinite(targets)):
         rows = np.argwhere(~np.isfinite(targets))[0].tolist()
-        _fail("targets", "finite", f"{targets[tuple(rows)]} at {rows}")
+        _check.fail("targets", "finite", f"{targets[tuple(rows)]} at {rows}")
 
 
 def _categorical_log_density(logits: jax.Array, labels: jax.Array) -> jax.Array:

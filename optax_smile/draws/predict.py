@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -156,9 +156,9 @@ class Predictor:
         if per is not None and num_chains is None:
             rule = "None for snapshots without `num_chains`"
             remedy = "Make `Snapshots.from_draws(snapshots)`, or pass `num_chains` to `Predictor`."
-            _check.fail("Predictor", "per", rule, repr(per), remedy)
+            _check.fail("per", rule, repr(per), remedy)
         self.num_inputs = len(jax.tree.leaves(inputs)[0])
-        parallel.check_mesh("Predictor", mesh, num_chains if per == "chain" and num_chains else 0)
+        parallel.check_mesh(mesh, num_chains if per == "chain" and num_chains else 0)
         self.apply_fn, self.targets = apply_fn, targets
         self.likelihood = cast(Likelihood, likelihood)
         self.mesh, self.specs, self.per, self.num_chains = mesh, specs, per, num_chains
@@ -191,7 +191,7 @@ class Predictor:
             self._first = jax.eval_shape(lambda x: x, params)
             self._require_fit(self._first)
         first = f"the first one (this is {self._name(self.count)})"
-        _check_trees.check_alike("Predictor.update", "params", params, self._first, first)
+        _check_trees.check_alike("params", params, self._first, first)
         # Copy snapshots that have to wait: the caller may modify or donate their arrays.
         self._waiting.append(params if self._rows == 1 else jax.tree.map(np.array, params))
         self.count += 1
@@ -205,6 +205,7 @@ class Predictor:
         self._averages: list[list[Average]] = []
         self._draws: list[Outcome] = []
 
+    @_check.called("Predictor.update")
     @_check.on_host
     def finalize(self) -> Prediction:
         """Return the average over the snapshots so far, a `Prediction`; more may follow.
@@ -215,9 +216,9 @@ class Predictor:
         """
         if self.per is not None and self.count % cast(int, self.num_chains):
             rule = f"the same number of draws of each of the {self.num_chains} chains"
-            _check.fail("Predictor.update", "params", rule, f"{self.count} snapshots")
+            _check.fail("params", rule, f"{self.count} snapshots")
         if not self.count:
-            _check.fail("Predictor.update", "params", "at least one parameter tree", "none")
+            _check.fail("params", "at least one parameter tree", "none")
         if self._waiting:
             self._evaluate()
         batches = [
@@ -228,8 +229,7 @@ class Predictor:
             if invalid >= 0:
                 rule = "snapshots whose predictions are finite, with variances >= 0"
                 got = f"nan, inf or a variance < 0 from {self._name(int(invalid))}"
-                remedy = "Leave that snapshot, or its chain, out."
-                _check.fail("Predictor.update", "params", rule, got, remedy)
+                _check.fail("params", rule, got, "Leave that snapshot, or its chain, out.")
         averages, chains, _, forms = zip(*batches, strict=True)
         if are_probabilities(np.sum(forms, axis=0)):
             warn(
@@ -245,45 +245,47 @@ class Predictor:
         average = self._concatenate(averages)
         return average._replace(uncertainty=next(kinds, None), each=each)
 
+    @_check.called("Predictor")
     def _require_fit(self, params: object):
         """Require outputs of the model that match likelihood and targets."""
         read, batch = self.likelihood, self._batches[0]
         if read.mean is None and (read.variance is not None or read.entropy is not None):
             rule = "a `Likelihood` with a `mean`, because it has `variance` or `entropy`"
-            _check.fail("Predictor", "likelihood", rule, "one without `mean`")
+            _check.fail("likelihood", rule, "one without `mean`")
         if read.log_density is None and self.targets is not None:
             rule = "a `Likelihood` with a `log_density` for the targets"
-            _check.fail("Predictor", "likelihood", rule, "one without `log_density`")
+            _check.fail("likelihood", rule, "one without `log_density`")
         whole = self.num_inputs
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((whole, *x.shape[1:]), x.dtype), batch)
-        shapes, traced = jax.tree.map(np.shape, batch[0]), partial(_check.traced, "Predictor")
+        shapes = jax.tree.map(np.shape, batch[0])
         rule = "a function of a snapshot and the inputs"
         advice = f"It was called with inputs of the shapes {_check.cut(shapes)}."
-        outputs = traced("apply_fn", self.apply_fn, params, batch[0], rule=rule, advice=advice)
+        given = params, batch[0]
+        outputs = _check.traced("apply_fn", self.apply_fn, *given, rule=rule, advice=advice)
         if read.check is not None:
             read.check(outputs, self.targets)
         rule = "one whose functions accept the outputs"
-        outcome, _ = traced("likelihood", self._outcome, params, batch, rule=rule)
+        outcome, _ = _check.traced("likelihood", self._outcome, params, batch, rule=rule)
         shapes = jax.tree.map(np.shape, (outcome.mean, outcome.variance))
         if outcome.variance is not None and shapes[0] != shapes[1]:
             rule = f"one whose variance has the shape {shapes[0]} of its mean"
-            _check.fail("Predictor", "likelihood", rule, shapes[1])
+            _check.fail("likelihood", rule, shapes[1])
         for leaf in jax.tree.leaves(outcome):
             if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-                _check.fail("Predictor", "apply_fn", "one with real predictions", leaf.dtype)
+                _check.fail("apply_fn", "one with real predictions", leaf.dtype)
             if leaf.shape[:1] != (self.num_inputs,):
                 rule = f"one that returns arrays [input, ...] of {self.num_inputs} inputs"
-                _check.fail("Predictor", "likelihood", rule, f"shape {leaf.shape}")
+                _check.fail("likelihood", rule, f"shape {leaf.shape}")
         size = sum(map(np.size, jax.tree.leaves(self.targets)))
         shape = np.shape(outcome.log_density)
         if shape[:2] == (self.num_inputs,) * 2 and math.prod(shape) > size:
             rule = f"one with at most one log density for each of the {size} targets"
             advice = "Targets [input] and outputs [input, 1] broadcast to [input, input]."
-            _check.fail("Predictor", "likelihood", rule, f"shape {shape}", advice)
+            _check.fail("likelihood", rule, f"shape {shape}", advice)
         if self.targets is not None and read.has_target is not None:
             self._has_target = np.asarray(read.has_target(self.targets))
             if not self._has_target.any():
-                _check.fail("Predictor", "targets", "one target or more", "padding alone")
+                _check.fail("targets", "one target or more", "padding alone")
 
     @cached_property
     def _zero(self) -> Callable:

@@ -85,7 +85,7 @@ class Snapshots:
     ):
         if start is not None:
             first = jax.eval_shape(lambda: jax.tree.map(lambda x: x[:, 0], params))
-            _check_trees.check_alike("Snapshots", "start", start, first, "a draw of `params`")
+            _check_trees.check_alike("start", start, first, "a draw of `params`")
         self.params, self.trace, self.settings, self.start = params, dict(trace), settings, start
         self.num_chains, self.num_draws = jax.tree.leaves(params)[0].shape[:2]
         self._leaves = _format.leaves_of(params, axes=2)
@@ -123,24 +123,23 @@ class Snapshots:
             >>> draws.num_chains, draws.num_draws, draws.params["w"].shape
             (1, 2, (1, 2, 3))
         """
-        where = "Snapshots.from_draws"
-        params = _stacked(where, "draws", draws, num_chains)
+        params = _stacked("draws", draws, num_chains)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if len(wrong := np.argwhere(~np.isfinite(leaf))):
                 at = f"{jax.tree_util.keystr(path) or 'the only leaf'} of chain {wrong[0][0]}"
-                _check.fail(where, f"draws[{wrong[0][1]}]", "finite", f"nan or inf at {at}")
+                _check.fail(f"draws[{wrong[0][1]}]", "finite", f"nan or inf at {at}")
         if trace is None:
             return Snapshots(params)
-        stats, axes = _stacked(where, "trace", trace, num_chains), leaf.shape[:2]
+        stats, axes = _stacked("trace", trace, num_chains), leaf.shape[:2]
         shapes = {x.shape for x in jax.tree.leaves(stats)}
         is_whole = hasattr(stats, "_asdict") and shapes == {axes}
         if not is_whole or not np.all(getattr(stats, "is_draw", True)):
             rule = f"`stats(state)` of each draw, with `is_draw`, of shape {axes} in all"
-            _check.fail(where, "trace", rule, f"the shapes {sorted(shapes)}")
+            _check.fail("trace", rule, f"the shapes {sorted(shapes)}")
         if hasattr(stats, "noise_id"):
-            _trace.warn_of_equal_keys(where, stats.noise_id)
+            _trace.warn_of_equal_keys(stats.noise_id)
         if hasattr(stats, "on_its_way"):
-            _trace.warn_of_descent(where, stats.on_its_way)
+            _trace.warn_of_descent(stats.on_its_way)
         return Snapshots(params, stats._asdict())
 
     def __len__(self) -> int:
@@ -235,12 +234,12 @@ class Snapshots:
         density, axes = cast(np.ndarray, log_density), (self.num_chains, self.num_draws)
         if density.shape[:2] != axes:
             rule = f"an array [chain, draw, target, ...] whose first axes are {axes}"
-            _check.fail("choose", "log_density", rule, f"shape {density.shape}")
+            _check.fail("log_density", rule, f"shape {density.shape}")
         if number > len(self):
-            _check.fail("choose", "number", f"at most the {len(self)} draws of all chains", number)
+            _check.fail("number", f"at most the {len(self)} draws of all chains", number)
         density = _checks.of_targets(density).swapaxes(0, 1).reshape(len(self), -1)
         if np.isnan(density).any():
-            _check.fail("choose", "log_density", "without NaN, except for padding", "NaN")
+            _check.fail("log_density", "without NaN, except for padding", "NaN")
         bounded, total = np.maximum(density, LOWEST), np.full(density.shape[1], -np.inf)
         free, chosen = np.ones(len(self), bool), []
         for _ in range(number):
@@ -324,13 +323,13 @@ class StoredSnapshots(Snapshots):
         return self._tree([np.stack(column, axis=1) for column in zip(*read, strict=True)])
 
     @functools.cached_property
+    @_check.called("load_snapshots")
     def start(self) -> Any:
         """Initial parameters of the chains, a tree of arrays `[chain, ...]`."""
         blocks = _format.find(self.directory, self.num_chains).get(_format.START)
         if not blocks:
             rule, got = "a directory with the start of its run", f"{self.directory} without start.*"
-            remedy = "Restore it: draws stay readable."
-            _check.fail("load_snapshots", "directory", rule, got, remedy)
+            _check.fail("directory", rule, got, "Restore it: draws stay readable.")
         return self._tree(_format.read_chains(blocks, self._leaves, self.num_chains))
 
     @functools.cached_property
@@ -427,7 +426,7 @@ def load_snapshots(
         (15, (3, 5, 2))
     """
     directory = Path(directory)
-    manifest = _format.read_manifest("load_snapshots", directory)
+    manifest = _format.read_manifest(directory)
     structure = None
     if like is not None:
         # `sample` takes variables of Flax nnx out of the parameters, and leaves those of `aux`.
@@ -439,30 +438,30 @@ def load_snapshots(
         if stored not in own:
             differing = [pair for pair in own[1] if pair not in stored] or own[1]
             rule = f"the parameters of one chain, with the leaves of {directory}, {stored}"
-            _check.fail("load_snapshots", "like", rule, differing)
+            _check.fail("like", rule, differing)
         structure = jax.tree.structure((like, bare)[own.index(stored)])
     return StoredSnapshots(directory, manifest, structure, flat)
 
 
-def _stacked(where: str, argument: str, trees: Any, num_chains: int | None) -> Any:
+def _stacked(argument: str, trees: Any, num_chains: int | None) -> Any:
     """Stack trees, or a tree of arrays `[draw, ...]`, to arrays `[chain, draw, ...]`."""
     rows: list[object] = []
     if not _checks.is_list(trees):
-        _check.Tree(axes="[draw, ...]", keys=False, traced=False)(where, argument, trees)
+        _check.Tree(axes="[draw, ...]", keys=False, traced=False)(argument, trees)
         leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, trees))
         trees = (jax.tree.unflatten(structure, x) for x in zip(*leaves, strict=True))
     for number, tree in enumerate(trees):
         at = f"{argument}[{number}]"
-        _check.Tree(keys=False, traced=False)(where, at, tree)
+        _check.Tree(keys=False, traced=False)(at, tree)
         # Copy: the loop may reuse the arrays.
         rows.append(jax.tree.map(np.array, tree))
-        _check_trees.check_alike(where, at, rows[-1], rows[0], f"{argument}[0]")
+        _check_trees.check_alike(at, rows[-1], rows[0], f"{argument}[0]")
     axes = {x.shape[:1] for row in rows[:1] for x in jax.tree.leaves(row)}
     if not axes:
-        _check.fail(where, argument, "at least one tree of arrays", "none")
+        _check.fail(argument, "at least one tree of arrays", "none")
     if num_chains is None:
         return jax.tree.map(lambda *x: np.stack(x)[None], *rows)
     if axes != {(num_chains,)}:
         rule = f"trees of arrays [chain, ...] of {num_chains} chains"
-        _check.fail(where, argument, rule, f"the leading axes {sorted(axes)}")
+        _check.fail(argument, rule, f"the leading axes {sorted(axes)}")
     return jax.tree.map(lambda *x: np.stack(x, axis=1), *rows)

@@ -64,9 +64,9 @@ def _apply(layers: Sequence[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.A
 def _weighted(X: np.ndarray, y: np.ndarray, weight: ArrayLike | None) -> tuple[np.ndarray, ...]:
     """Return the rows that have a weight, and the weights."""
     weight = np.ones(len(y)) if weight is None else weight
-    weight = np.asarray(WEIGHTS("fit", "sample_weight", weight, {"y": y}))
+    weight = np.asarray(WEIGHTS("sample_weight", weight, {"y": y}))
     if np.count_nonzero(weight) < 2:
-        _check.fail("fit", "sample_weight", "above zero for at least two rows", _check.show(weight))
+        _check.fail("sample_weight", "above zero for at least two rows", _check.show(weight))
     return X[weight > 0], y[weight > 0], weight[weight > 0]
 
 
@@ -99,12 +99,13 @@ class _Bayesian(BaseEstimator):
     _likelihood: ClassVar[Name] = "categorical"
     _code: ClassVar[Callable[..., np.ndarray]]
 
+    @_check.called("prediction")
     def prediction(self, X: Batch, y: Batch = None) -> Prediction:
         """Average over the draws: a `Prediction`, with log densities if `y` is given."""
         validation.check_is_fitted(self)
         X = validation.validate_data(self, X, reset=False)
         x = np.asarray(self.scaler_.transform(np.asarray(X, float)), np.float32)
-        y = y if y is None else self._code("prediction", y)
+        y = y if y is None else self._code(y)
         found = predict(self._outputs, self.draws_, x, likelihood=self._likelihood, targets=y)
         return found._replace(mean=np.asarray(found.mean, float))
 
@@ -112,16 +113,16 @@ class _Bayesian(BaseEstimator):
         return self.apply(params["network"], x)
 
     def _fit(self, x: Batch, y: Batch, weight: Batch, num_outputs: int, **others: jax.Array):
-        _check.Function("(num_data=, prior_precision=, key=)")("fit", "sampler", self.sampler)
+        _check.Function("(num_data=, prior_precision=, key=)")("sampler", self.sampler)
         x = np.asarray(x, float)
         self.scaler_ = _scaler(x, weight)
-        data = np.asarray(self.scaler_.transform(x), np.float32), self._code("fit", y)
+        data = np.asarray(self.scaler_.transform(x), np.float32), self._code(y)
         # The sum of the weights is the number of data, and their mean in the loss is one.
         data += (np.asarray(weight / weight.mean(), np.float32),)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         split = train_test_split(*data, test_size=HELD_OUT, random_state=seed)
         train, held = ([*map(np.asarray, part)] for part in (split[::2], split[1::2]))
-        sizes = x.shape[1], *WIDTHS("fit", "widths", self.widths), num_outputs
+        sizes = x.shape[1], *WIDTHS("widths", self.widths), num_outputs
 
         def init_fn(key):
             network = self.init(key, train[0][:1]) if self.init else _init(key, sizes)
@@ -167,6 +168,7 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
         ['yes']
     """
 
+    @_check.called("fit")
     def fit(self, X: Batch, y: Batch, sample_weight: ArrayLike | None = None):
         """Train and sample with features `X` `[input, feature]` and labels `y` `[input]`.
 
@@ -177,7 +179,7 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
         multiclass.check_classification_targets(y)
         self.classes_ = np.unique(y)
         if len(self.classes_) < 2:
-            _check.fail("fit", "y", "labels of at least two classes", repr(self.classes_[0]))
+            _check.fail("y", "labels of at least two classes", repr(self.classes_[0]))
         return self._fit(X, y, weight, len(self.classes_))
 
     def predict_proba(self, X: Batch) -> np.ndarray:
@@ -190,12 +192,12 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
         most = self.predict_proba(X).argmax(axis=1)
         return self.classes_[most]
 
-    def _code(self, where: str, y: Batch) -> np.ndarray:
+    def _code(self, y: Batch) -> np.ndarray:
         # By equality: NumPy would cut "catfish" to the length of "cat", and round 0.7.
         codes = {label: code for code, label in enumerate(self.classes_.tolist())}
         labels = validation.column_or_1d(y, warn=True).tolist()
         if unknown := [label for label in labels if label not in codes]:
-            _check.fail(where, "y", f"labels of {_check.cut([*codes])}", repr(unknown[0]))
+            _check.fail("y", f"labels of {_check.cut([*codes])}", repr(unknown[0]))
         return np.array([codes[label] for label in labels])
 
 
@@ -208,11 +210,12 @@ class BayesianRegressor(RegressorMixin, _Bayesian):
 
     _likelihood = "gaussian"
 
+    @_check.called("fit")
     def fit(self, X: Batch, y: Batch, sample_weight: ArrayLike | None = None):
         """Train and sample with targets `y` `[input]`; the rest as for `BayesianClassifier`."""
         X, y = validation.validate_data(self, X, y, ensure_min_samples=2, y_numeric=True)
         X, y, weight = _weighted(X, y, sample_weight)
-        scaler = _scaler(_check.host("fit", "y", y).astype(float)[:, None], weight)
+        scaler = _scaler(_check.host("y", y).astype(float)[:, None], weight)
         self.center_, self.width_ = scaler.mean_[0], scaler.scale_[0]
         return self._fit(X, y, weight, 1, log_std=jnp.zeros(()))
 
@@ -238,8 +241,8 @@ class BayesianRegressor(RegressorMixin, _Bayesian):
         """Predict the standard deviation, noise and model uncertainty combined, `[input]`."""
         return self.predict(X, return_std=True)[1]
 
-    def _code(self, where: str, y: Batch) -> np.ndarray:
-        y = _check.host(where, "y", y).astype(float)
+    def _code(self, y: Batch) -> np.ndarray:
+        y = _check.host("y", y).astype(float)
         return ((y - self.center_) / self.width_).astype(np.float32)
 
     def _outputs(self, params: Tree, x: jax.Array) -> tuple[jax.Array, jax.Array]:

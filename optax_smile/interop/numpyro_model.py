@@ -24,7 +24,7 @@ from optax_smile.diagnostics.statistics import with_groups
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.samplers.smile import psmile
 
-WHERE = "from_numpyro"
+FUNCTION = "from_numpyro"
 DRAWS = _check.kind(Snapshots, "draws of this model from `sample`")
 NETWORK = (
     "Draw the weights of a network with `numpyro.sample` and pass them to its `apply`, instead of"
@@ -121,11 +121,10 @@ class NumpyroModel:
         Cost: see `tall.find_mode`, then that of `optax_smile.sample`.
         """
         sampler = psmile(**self.posterior, key=0) if sampler is None else sampler
-        where = "NumpyroModel.sample"
         for place in range(NUM_STARTS):
             start = self.init_fn(jax.random.key(place))
-            with _check.called(where, where, params="model", loss_fn="model"):
-                center, _, is_mode = tall.search(where, self.loss_fn, start, batches, sampler)
+            with _check.called("NumpyroModel.sample", params="model", loss_fn="model"):
+                center, _, is_mode = tall.search(self.loss_fn, start, batches, sampler)
             if is_mode:
                 break
         if is_mode:
@@ -136,7 +135,7 @@ class NumpyroModel:
         steps = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin, "key": key}
         given: Options = {"steps_per_dispatch": thin} | steps | others
         given["control_variate"] = batches if control_variate else None
-        with _check.called(where, "sample", "Run"):
+        with _check.called("NumpyroModel.sample", "sample", "Run"):
             return run_chains(self.loss_fn, starts, batches, sampler, **given)
 
     @_check.arguments("NumpyroModel.constrain", draws=DRAWS)
@@ -148,8 +147,7 @@ class NumpyroModel:
         """
         example, params = _example(self), draws.params
         if (got := jax.tree.structure(params)) != jax.tree.structure(example):
-            rule = f"{DRAWS.rule}, of {sorted(example)}"
-            _check.fail("NumpyroModel.constrain", "draws", rule, got)
+            _check.fail("draws", f"{DRAWS.rule}, of {sorted(example)}", got)
         names = _independent(self, example)
 
         def values(params):
@@ -179,7 +177,7 @@ class NumpyroModel:
 
 
 @_check.arguments(
-    WHERE,
+    FUNCTION,
     model=_check.Where("a function with NumPyro sites", callable),
     batch=_check.Tree("concrete arrays, not tracers", traced=False),
     num_data=_check.Whole(1),
@@ -219,12 +217,12 @@ def from_numpyro(
         >>> bridge.loss_fn({"w": jnp.ones(2)}, batch)
         Array(0.9189385, dtype=float32)
     """
-    batch = _on_host.as_numeric(WHERE, "batch", batch)
+    batch = _on_host.as_numeric("batch", batch)
     bridge = NumpyroModel(model, plate, num_data, batch)
     if loose := [x for x in jax.tree.leaves(batch) if not np.ndim(x)]:
         remedy = "Bind other arguments of the model with `functools.partial`."
-        _check.fail(WHERE, "batch", "arrays with the examples as first axis", loose[0], remedy)
-    with _check.calling(WHERE, "batch", "valid arguments of the model"):
+        _check.fail("batch", "arrays with the examples as first axis", loose[0], remedy)
+    with _check.calling("batch", "valid arguments of the model"):
         params = _example(bridge)
         densities, trace, _ = _run(bridge, params, batch)
         turned, *_ = _run(bridge, params, batch, turn=True)
@@ -233,14 +231,15 @@ def from_numpyro(
         is_inside = _plates(bridge, trace[name])
         if not is_inside and name not in independent:
             rule = "a batch that does not change the prior"
-            _check.fail(WHERE, "batch", rule, f"one that changes the prior of the site {name!r}")
+            _check.fail("batch", rule, f"one that changes the prior of the site {name!r}")
         if is_inside and not close(density, turned[name]):
             rule = f"a dict with the indices of the plate, {{{plate!r}: indices, ...}}"
             got = f"a batch without indices, on which the site {name!r} depends"
-            _check.fail(WHERE, "batch", rule, got)
+            _check.fail("batch", rule, got)
     return bridge
 
 
+@_check.called(FUNCTION)
 def _run(bridge: NumpyroModel, params: Params, batch: Batch, turn: bool = False) -> Run:
     """Return the log densities of sites, all sites, and log |Jacobian|; `turn` reverses indices."""
     (arguments, keywords, indices), jacobians = _arguments(bridge, batch), []
@@ -251,7 +250,7 @@ def _run(bridge: NumpyroModel, params: Params, batch: Batch, turn: bool = False)
             if size != (number := bridge.num_data):
                 remedy = f"In the model: numpyro.plate(..., {number}, subsample_size=len(x))."
                 rule = f"the size of the plate {bridge.plate!r}, {size}"
-                _check.fail(WHERE, "num_data", rule, number, remedy)
+                _check.fail("num_data", rule, number, remedy)
             counted = jnp.arange(rows or size) if indices is None else jnp.asarray(indices)
             return size - 1 - counted if turn and indices is None else counted
         if not _is_latent(message):
@@ -259,7 +258,7 @@ def _run(bridge: NumpyroModel, params: Params, batch: Batch, turn: bool = False)
         if any(frame.size < bridge.num_data for frame in _plates(bridge, message)):
             rule = f"a model without latent sites in the plate {bridge.plate!r}"
             remedy = "Move it outside the plate and index it, or use batches of all examples."
-            _check.fail(WHERE, "model", rule, f"the site {message['name']!r}", remedy)
+            _check.fail("model", rule, f"the site {message['name']!r}", remedy)
         transform = distributions.biject_to(message["fn"].support)
         value = transform(at := params[message["name"]])
         jacobians.append(jnp.sum(transform.log_abs_det_jacobian(at, value)))
@@ -274,10 +273,10 @@ def _observed(
     bridge: NumpyroModel, sites: Snapshots, data: Batch, key: Tree
 ) -> dict[str, dict[str, np.ndarray]]:
     """Return log likelihoods and draws of the observed sites in the plate."""
-    data = _on_host.as_numeric("NumpyroModel.to_arviz", "data", data)
+    data = _on_host.as_numeric("data", data)
     (arguments, keywords, _), example = _arguments(bridge, data), _example(bridge)
     latent, given = {name: sites.params[name] for name in example}, dict[str, Any](batch_ndims=2)
-    with _check.calling("NumpyroModel.to_arviz", "data", "valid arguments of the model"):
+    with _check.calling("data", "valid arguments of the model"):
         trace = _run(bridge, example, data)[1]
         # Without indices, the plate would draw some.
         model = handlers.substitute(bridge.model, {bridge.plate: trace[bridge.plate]["value"]})
@@ -321,9 +320,10 @@ class _Refuse(Messenger):
         if message["type"] in ("param", "mutable", "prng_key"):
             rule = "a model without `numpyro.param`, state or random numbers"
             got = f"the {message['type']} {message.get('name') or ''}".strip()
-            _check.fail(WHERE, "model", rule, got, NETWORK)
+            _check.fail("model", rule, got, NETWORK)
 
 
+@_check.called(FUNCTION)
 def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
     """Check the sites of the model, and return example parameters."""
     arguments, keywords, _ = _arguments(bridge, bridge.batch)
@@ -335,15 +335,14 @@ def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
     if discrete := [name for name, support in latent.items() if support.is_discrete]:
         rule = "a model without discrete latent sites"
         remedy = "Sum over its values, for example with `dist.MixtureSameFamily`."
-        _check.fail(WHERE, "model", rule, f"the site {discrete[0]!r}", remedy)
+        _check.fail("model", rule, f"the site {discrete[0]!r}", remedy)
     plates = sorted(name for name, site in trace.items() if site["type"] == "plate")
     if bridge.plate not in plates:
         default = " (the default)" * (bridge.plate == "data")
         rule = f"the plate over the data, one of {plates}"
-        _check.fail(WHERE, "plate", rule, f"{bridge.plate!r}{default}")
+        _check.fail("plate", rule, f"{bridge.plate!r}{default}")
     if not any(site.get("is_observed") and _plates(bridge, site) for site in trace.values()):
-        rule = f"a model with an observed site in the plate {bridge.plate!r}"
-        _check.fail(WHERE, "model", rule, "none")
+        _check.fail("model", f"a model with an observed site in the plate {bridge.plate!r}", "none")
     to = distributions.biject_to
     return {name: to(support).inv(trace[name]["value"]) for name, support in latent.items()}
 

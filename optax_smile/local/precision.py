@@ -89,25 +89,25 @@ def curvature_precision(
 
     Source: the rule is ours. Hutchinson 1990 estimates traces by random directions.
     """
-    where, number = "curvature_precision", len(jax.tree.leaves(params)[0])
+    number = len(jax.tree.leaves(params)[0])
     losses = jax.jit(lambda batch, at: jax.vmap(loss_fn, (0, None))(at, batch))
-    convert = functools.partial(_on_host.as_numeric, where, "batches", copy=True)
+    convert = functools.partial(_on_host.as_numeric, "batches", copy=True)
     seen = [*map(convert, itertools.islice(iter(batches), MOST_BATCHES))]
-    check_list(where, seen, per_chain=False)
+    check_list(seen, per_chain=False)
     rule = "trained networks, arrays [chain, ...], each a valid argument of `loss_fn`"
-    loss = _check.traced(where, "params", losses, seen[0], params, rule=rule)
+    loss = _check.traced("params", losses, seen[0], params, rule=rule)
     is_scalar = getattr(loss, "shape", None) == (number,)
     if not is_scalar or not jnp.issubdtype(loss.dtype, jnp.floating):
         rule = "a function that returns a scalar mean loss"
         of_one = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape[1:])}", loss)
-        _check.fail(where, "loss_fn", rule, f"one that returns {of_one}")
+        _check.fail("loss_fn", rule, f"one that returns {of_one}")
 
     curvatures = []
     for batch in seen:
         start = np.asarray(losses(batch, params))
         if not np.all(np.isfinite(start)):
             rule, got = "weights at which the loss is finite", f"losses of {_check.cut(start)}"
-            _check.fail(where, "params", rule, got, "Are the batches finite?")
+            _check.fail("params", rule, got, "Are the batches finite?")
         curvatures.append(curvature(losses, batch, params, start))
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(params))
     potential = Potential(num_data, temperature=temperature)
@@ -137,7 +137,7 @@ def fan_in_precision(
     for x in jax.tree.leaves(params) or [None]:
         if not _tree.is_floating(x) or 0 in x.shape:
             rule = "a tree of arrays of floating-point numbers, not empty"
-            _check.fail("fan_in_precision", "params", rule, _check.show(x))
+            _check.fail("params", rule, _check.show(x))
 
     def precision(x: jax.Array) -> float:
         shape = np.shape(x)

@@ -89,7 +89,7 @@ class ChainState(NamedTuple, Generic[D]):
         if is_concrete(self.has_lost_leaf) and self.has_lost_leaf:
             rule = "a state whose calls of `update` all had gradients for the same leaves"
             got = "one after a call with gradients for fewer leaves"
-            _check.fail("last_accepted", "state", rule, got, "Start again with `init`.")
+            _check.fail("state", rule, got, "Start again with `init`.")
         return self.dynamics.last_accepted(params)
 
     def last_received(self) -> tuple[optax.Updates, jax.Array]:

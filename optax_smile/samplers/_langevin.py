@@ -196,9 +196,9 @@ class Langevin(Dynamics[LangevinState]):
 def _assemble(name: str, rule: Rule[Any], arguments: Options) -> Langevin:
     return Langevin(
         name=name,
-        posterior=_transformation.posterior_of(name, arguments),
-        step_size=rule.step_size or _transformation.schedule(name, arguments["step_size"]),
-        seed=_check.Key(needed=True)(name, "key", arguments["key"]),
+        posterior=_transformation.posterior_of(arguments),
+        step_size=rule.step_size or _transformation.schedule(arguments["step_size"]),
+        seed=_check.Key(needed=True)("key", arguments["key"]),
         is_draw=rule.is_draw,
         rule=rule,
     )

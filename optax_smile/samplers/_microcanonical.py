@@ -164,6 +164,7 @@ class Microcanonical(Dynamics[MicrocanonicalState]):
             )
         reading = self.read(call, state)
         decision = self.decide(call, state, reading)
+        call, state, decision = _xla.second_pass(call, state, decision)
         return self.move(call, state, reading.noise, decision)
 
     def read(self, call: Call, state: State) -> Reading:
@@ -228,7 +229,6 @@ class Microcanonical(Dynamics[MicrocanonicalState]):
         is_finite = error.all_finite & (base >= 0)
         guard, reject = rejection.judge(state.guardrail, is_finite, is_outlier, call.reject)
         probed = probe.look(state.probe, reading.arrived, reading.moved, reject)
-        reject = _xla.known_after(reject, probed.altered_share)
 
         # Add the gradient to the averages, and choose the length of the next step.
         num_gradients = state.last_update.num_gradients
@@ -282,13 +282,12 @@ class Microcanonical(Dynamics[MicrocanonicalState]):
 
         A rejected call returns to where its step began.
         """
-        given = call.updates, call.params, state.dynamics.momentum, state.dynamics.preconditioner
-        updates, params, before, scaling = _xla.fence(given)
+        before, scaling = state.dynamics.momentum, state.dynamics.preconditioner
         reject, dynamics = decision.reject, decision.state.dynamics
-        gradient = potential.gradient(call.posterior, updates, params)
+        gradient = potential.gradient(call.posterior, call.updates, call.params)
         whitened = scale.whiten(scaling, gradient)
         after = self.momentum.turn(
-            reject, before, dynamics.momentum, decision.heading, whitened, noise, params
+            reject, before, dynamics.momentum, decision.heading, whitened, noise, call.params
         )
         drift = self.momentum.last_drift(before, None)
         drift = jax.tree.map(lambda x: jnp.where(reject, 0, x), drift)
@@ -296,21 +295,21 @@ class Microcanonical(Dynamics[MicrocanonicalState]):
             scaling, gradient, decision.weight, after.direction, drift
         )
         inverse_scale = scale.inverse_of(scaling)
-        displacement = self.momentum.displace(reject, before, after, params, inverse_scale)
+        displacement = self.momentum.displace(reject, before, after, call.params, inverse_scale)
         dynamics = dynamics._replace(preconditioner=scaling, momentum=after)
         return displacement, decision.state._replace(dynamics=dynamics)
 
 
 def _assemble(name: str, preconditioner: Preconditioner[Any], arguments: Options) -> Microcanonical:
-    momentum = _momentum(name, preconditioner, arguments)
+    momentum = _momentum(preconditioner, arguments)
     length, step_size = momentum.decoherence_length, arguments["step_size"]
     purpose = "because `decoherence_length` is not None"
-    seed = _check.Key(length is not None, purpose)(name, "key", arguments.get("key"))
-    tuner = choose(name, arguments.get("tuner"), step_size, momentum.norm.angle)
+    seed = _check.Key(length is not None, purpose)("key", arguments.get("key"))
+    tuner = choose(arguments.get("tuner"), step_size, momentum.norm.angle)
     return Microcanonical(
         name=name,
-        posterior=_transformation.posterior_of(name, arguments),
-        step_size=_transformation.schedule(name, 1.0 if step_size is None else step_size),
+        posterior=_transformation.posterior_of(arguments),
+        step_size=_transformation.schedule(1.0 if step_size is None else step_size),
         seed=None if length is None else seed,
         chosen={"tuner": tuner} if tuner.sets_step_size else {},
         preconditioner=preconditioner,
@@ -320,20 +319,20 @@ def _assemble(name: str, preconditioner: Preconditioner[Any], arguments: Options
     )
 
 
-def _momentum(name: str, preconditioner: Preconditioner[Any], arguments: Options) -> Momentum:
+def _momentum(preconditioner: Preconditioner[Any], arguments: Options) -> Momentum:
     scheme, length = SCHEMES[arguments["integrator"]], arguments.get("decoherence_length")
     norm, matrices = arguments.get("norm", "euclidean"), arguments.get("matrices")
     if matrices is not None and norm != "spectral":
-        _check.fail(name, "matrices", "None unless norm='spectral'", _check.show(matrices))
+        _check.fail("matrices", "None unless norm='spectral'", _check.show(matrices))
     rule = f"None together with norm={norm!r}"
     if isinstance(norm, str):
         norm = Spectral(matrices) if norm == "spectral" else Euclidean()
     if length is not None and type(norm).diffuse is Norm.diffuse:
         advice = "Isotropic noise would change what a chain with that norm samples."
-        _check.fail(name, "decoherence_length", rule, repr(length), advice)
+        _check.fail("decoherence_length", rule, repr(length), advice)
     if type(preconditioner) is not Preconditioner and not norm.is_elementwise:
         advice = "With this norm parameters move together, and a scale would change that."
-        _check.fail(name, "preconditioner", rule, preconditioner, advice)
+        _check.fail("preconditioner", rule, preconditioner, advice)
     return Momentum(scheme, norm, length)
 
 

@@ -1,9 +1,6 @@
 """From the definition of a sampler to the transformation that a loop calls.
 
-A transformation checks what the loop passes and adapts it to the dynamics, which move. `init` fixes
-which leaves may move: arrays of floating-point numbers. The state has None in the place of all
-other leaves, as `equinox.filter` leaves it. Leaves whose gradient is None in the first call do not
-move: from then on the state has None in their place, as that of `optax.adamw`.
+A transformation checks what the loop passes and adapts it to the dynamics, which move.
 """
 
 from __future__ import annotations
@@ -22,11 +19,12 @@ import optax
 
 from optax_smile import _check, _check_trees, _joined, _places, _settings, _tree, potential
 from optax_smile._packed import State, pack
-from optax_smile._types import Options, StepSize, T, Tree, Unchecked
+from optax_smile._types import Options, StepSize
 from optax_smile.potential import PerParameter, Potential
+from optax_smile.samplers import _leaves
 from optax_smile.samplers._chain import ChainState, D
 from optax_smile.stages import probe, rejection
-from optax_smile.state import STATE_FORMAT, check_format, is_concrete, no_update
+from optax_smile.state import STATE_FORMAT, check_format, no_update
 
 Arguments = ParamSpec("Arguments")
 Particular = TypeVar("Particular")
@@ -45,7 +43,6 @@ POSTERIOR: dict[str, _check.Constraint] = {
 SHARED = POSTERIOR | {"step_size": _check.STEP_SIZE}
 # Wrong names under which loops pass the mean loss; other keywords are for other parts of a chain.
 MISNAMED = ("losses", "loss_value", "mean_loss", "val", "values")
-OF_INIT = "the one given to init"
 
 
 def sampler(
@@ -62,16 +59,16 @@ def sampler(
     """
 
     def decorate(define: Definition[Arguments, Particular]) -> Maker[Arguments]:
-        where, signature = define.__name__, inspect.signature(define)
+        name, signature = define.__name__, inspect.signature(define)
         rules = {**SHARED, **constraints}
         rules = {argument: rules[argument] for argument in signature.parameters}
 
-        @_check.arguments(where, **rules)
+        @_check.arguments(name, **rules)
         @functools.wraps(define)
         def build(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Dynamics[Any]:
             # First, so that Python's own errors about missing arguments name the function.
             particular = define(*args, **kwargs)
-            return assemble(where, particular, {**fixed, **_bound(signature, args, kwargs)})
+            return assemble(name, particular, {**fixed, **_bound(signature, args, kwargs)})
 
         @functools.wraps(define)
         def make(
@@ -80,10 +77,11 @@ def sampler(
             dynamics, given = build(*args, **kwargs), _bound(signature, args, kwargs)
 
             @_check.own_flags
+            @_check.called(f"{name}.init")
             def init(params: optax.Params) -> State[Any]:
-                return dynamics.init(candidates(f"{where}.init", params))
+                return dynamics.init(_leaves.candidates(params))
 
-            settings = {"name": where, **fixed, **given, **dynamics.chosen}
+            settings = {"name": name, **fixed, **given, **dynamics.chosen}
             reporting = _settings.reporting(init, settings)
             update = _update(dynamics, _compiled(dynamics.update, given))
             return optax.GradientTransformationExtraArgs(reporting, update)
@@ -105,13 +103,13 @@ def _bound(signature: inspect.Signature, args: tuple, kwargs: Options) -> Option
     return dict(bound.arguments)
 
 
-def _compiled(update: Callable, arguments: Options) -> Callable:
+def _compiled(update: Callable, arguments: Mapping[str, object]) -> Callable:
     """Compile `update` where a loop calls it outside of `jax.jit`.
 
     Not inside `optax.inject_hyperparams`, which passes arrays and builds a sampler in every call.
     """
 
-    def is_injected(leaf: Unchecked) -> bool:
+    def is_injected(leaf: Any) -> bool:
         is_array = isinstance(leaf, jax.Array) and leaf.ndim == 0
         return is_array and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -119,7 +117,7 @@ def _compiled(update: Callable, arguments: Options) -> Callable:
         return update
     program = jax.jit(update)
 
-    def run(*given: Tree) -> Tree:
+    def run(*given: object) -> object:
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given))
         return update(*given) if is_traced else program(*given)
 
@@ -128,38 +126,33 @@ def _compiled(update: Callable, arguments: Options) -> Callable:
 
 def _update(dynamics: Dynamics[Any], run: Callable) -> Callable:
     """Make the `update` that a loop calls: check its arguments, then run the call."""
-    where = f"{dynamics.name}.update"
+    name = f"{dynamics.name}.update"
 
+    @_check.called(name)
     def update(
         updates: optax.Updates,
-        state: Tree,
+        state: object,
         params: optax.Params | None = None,
         *,
-        value: Unchecked = None,
-        loss: Unchecked = None,
-        reject: Unchecked = None,
-        **others: Unchecked,
+        value: object = None,
+        loss: object = None,
+        reject: Any = None,
+        **others: object,
     ) -> tuple[optax.Updates, State]:
         if params is None:
             raise ValueError(_check_trees.MISSING_PARAMS)
-        value = mean_loss(where, value, loss, others)
+        value = mean_loss(value, loss, others)
         kind = str(getattr(reject, "dtype", type(reject).__name__))
         if reject is not None and (kind != "bool" or np.shape(reject)):
-            _check.fail(where, "reject", "a scalar True or False", _check.show(reject))
+            _check.fail("reject", "a scalar True or False", _check.show(reject))
         if not isinstance(state, State):
-            _check.fail(where, "state", state_of(dynamics.name), _check.show(state))
-        check_format(where, "state", state)
-        known = state.like_params
-        sampled, params = select(where, updates, params, known)
-        if jax.tree.structure(sampled) != jax.tree.structure(known):
-            # Inside `jit` the number is unknown: `Dynamics.update` sets `has_lost_leaf`.
-            number = state.unpack().last_update.num_gradients
-            if is_concrete(number) and np.any(np.asarray(number) > 0):
-                require_all(where, sampled, known)
+            _check.fail("state", state_of(dynamics.name), _check.show(state))
+        check_format("state", state)
+        sampled, params = _leaves.select(updates, params, state)
         displacement, after = run(sampled, state, params, value, reject)
-        return put_back(displacement, updates), after
+        return _leaves.put_back(displacement, updates), after
 
-    update.__qualname__ = where
+    update.__qualname__ = name
     return _check.own_flags(update)
 
 
@@ -202,7 +195,7 @@ class Dynamics(Generic[D]):
     step_size: optax.Schedule
     seed: jax.Array | None
     is_draw: Callable[[jax.Array], jax.Array] = lambda count: jnp.ones_like(count, bool)
-    chosen: Options = field(default_factory=dict)
+    chosen: Mapping[str, object] = field(default_factory=dict)
 
     def begin(self, params: optax.Params) -> D:
         """Return the state of the dynamics before the first call."""
@@ -224,8 +217,9 @@ class Dynamics(Generic[D]):
         state = self._init(params)
         return pack(state, state.like_params)
 
-    def _init(self, params: optax.Params) -> ChainState[D]:
-        potential.check_prior(self.name, self.posterior, params)
+    def _init(self, params: optax.Params) -> ChainState:
+        with _check.called(self.name):
+            potential.check_prior(self.posterior, params)
         dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
         last_update = no_update(dtype, self.posterior.temperature)
         return ChainState(
@@ -253,11 +247,10 @@ class Dynamics(Generic[D]):
         expected = jax.eval_shape(self.init, known)
         if jax.tree.structure(packed) != jax.tree.structure(expected):
             got = "one of another sampler, or with other settings"
-            _check.fail(f"{self.name}.update", "state", state_of(self.name), got)
+            _check.fail("state", state_of(self.name), got)
         state, params = packed.unpack(), jax.tree.map(_tree.strong, params)
         if jax.tree.structure(updates) != jax.tree.structure(known):
-            lost = state.has_lost_leaf | (state.last_update.num_gradients > 0)
-            state = take_over(state, self._init(params))._replace(has_lost_leaf=lost)
+            state = _leaves.narrowed(state, self._init(params))
         updates = jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params)
         value = None if value is None else jnp.asarray(value, _tree.dtype(known))
         posterior = self.posterior
@@ -279,8 +272,7 @@ class Dynamics(Generic[D]):
         expected = jax.eval_shape(jax.random.key_data, self.seed)
         if jnp.shape(data) != expected.shape or jnp.result_type(data) != expected.dtype:
             rule = f"the state of {self.name}, whose key is {expected.dtype}{list(expected.shape)}"
-            got = f"a key of {jnp.result_type(data)}{list(jnp.shape(data))}"
-            _check.fail(f"{self.name}.update", "state", rule, got)
+            _check.fail("state", rule, f"a key of {jnp.result_type(data)}{list(jnp.shape(data))}")
         typed = jax.random.wrap_key_data(data, impl=jax.random.key_impl(self.seed))
         key, noise_key = jax.random.split(typed)
         return jax.random.key_data(key), noise_key
@@ -291,135 +283,49 @@ def state_of(name: str) -> str:
     return f"what `init` or `update` of {name} returned"
 
 
-def posterior_of(where: str, arguments: Options) -> Potential:
+def posterior_of(arguments: Options) -> Potential:
     """Return the posterior that the arguments of a sampler define."""
     posterior = Potential(**{x: arguments[x] for x in Potential._fields if x in arguments})
-    potential.check(where, posterior)
+    potential.check(posterior)
     return posterior
 
 
-def mean_loss(where: str, value: Unchecked, loss: Unchecked, others: Mapping[str, object]) -> Tree:
+def mean_loss(value: Any, loss: Any, others: Mapping[str, object]) -> Any:
     """Require one scalar mean loss, under one of its two names, or none; `others` are keywords."""
     if value is not None and loss is not None:
         advice = "Both are the mean loss: pass it once."
-        _check.fail(where, "loss", "left out where `value` is given", _check.show(loss), advice)
+        _check.fail("loss", "left out where `value` is given", _check.show(loss), advice)
     name, given = ("value", value) if loss is None else ("loss", loss)
     if given is None:
         if misnamed := [name for name in MISNAMED if name in others]:
             rule = "left out unless `value` is passed"
             advice = "If it is the mean loss, pass it as `value=`; if not, pass `value=` as well."
-            _check.fail(where, misnamed[0], rule, "no `value`", advice)
+            _check.fail(misnamed[0], rule, "no `value`", advice)
         return None
     is_number = _check.is_real(getattr(given, "dtype", type(given))) and type(given) is not bool
     if not is_number or jnp.shape(given) != ():
         got = f"shape {jnp.shape(given)}" if is_number else _check.show(given)
-        _check.fail(where, name, "the scalar mean loss", got)
+        _check.fail(name, "the scalar mean loss", got)
     return given
 
 
-def schedule(where: str, step_size: StepSize) -> optax.Schedule:
+def schedule(step_size: StepSize) -> optax.Schedule:
     """Turn a number into a constant schedule, and check the numbers of any other schedule."""
     if not callable(step_size):
         return lambda count: step_size
 
-    def size(count: Tree) -> Tree:
+    # It is called later.
+    @_check.called(_check.function_name())
+    def size(count: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
         number = step_size(count)
         is_number = _check.is_real(getattr(number, "dtype", type(number))) and np.ndim(number) == 0
         if not is_number or isinstance(number, bool):
             rule = "a schedule that gives a number for each count of steps"
-            _check.fail(where, "step_size", rule, f"one that gives {_check.show(number)}")
+            _check.fail("step_size", rule, f"one that gives {_check.show(number)}")
         # The dynamics reject the step of a traced one.
         if not isinstance(number, jax.core.Tracer) and np.less(number, 0):
             rule = "a schedule that gives no number below 0"
-            _check.fail(where, "step_size", rule, f"one that gives {number}")
+            _check.fail("step_size", rule, f"one that gives {number}")
         return number
 
     return size
-
-
-def candidates(where: str, params: Unchecked) -> Tree:
-    """Return the leaves that a sampler may move, with None for the others; require some."""
-    floating = jax.tree.map(lambda x: _tree.strong(x) if _tree.is_floating(x) else None, params)
-    others = jax.tree_util.tree_leaves_with_path(params)
-    if others and not jax.tree.leaves(floating):
-        path, leaf = others[0]
-        rule = "a tree with at least one float32 or float64 array"
-        got = f"{_check.show(leaf)} at {jax.tree_util.keystr(path) or 'the only leaf'}"
-        advice = "Convert Python numbers by `jnp.asarray`." if isinstance(leaf, float) else ""
-        _check.fail(where, "params", rule, got, advice)
-    _check_trees.check_params(where, floating, smallest=2)
-    _check.Tree(finite=True)(where, "params", floating)
-    return floating
-
-
-def select(
-    where: str, updates: Unchecked, params: Unchecked, known: optax.Params
-) -> tuple[optax.Updates, optax.Params]:
-    """Take the leaves that move, and require gradients and parameters that fit the state.
-
-    The gradients are None for leaves that do not move. The parameters may have any leaves besides
-    the candidates `known`.
-    """
-    _check_trees.check_structure(where, "params", params, known, OF_INIT)
-    _check_trees.check_structure(where, "updates", updates, known, "params")
-    candidates = jax.tree_util.tree_leaves_with_path(known, is_leaf=_is_none)
-    gradients = jax.tree.leaves(updates, is_leaf=_is_none)
-    for (path, candidate), gradient in zip(candidates, gradients, strict=True):
-        if candidate is None and _tree.is_floating(gradient):
-            rule = f"None at {_place(path)}, which is no leaf of the state"
-            _check.fail(where, "updates", rule, _check.show(gradient))
-
-    sampled = only(updates, known)
-    params = only(params, sampled)
-    _check_trees.check_params(where, params, smallest=2)
-    _check_trees.check_alike(where, "params", params, only(known, sampled), OF_INIT)
-    _check_trees.check_gradients(where, sampled, params, "params")
-    return sampled, params
-
-
-def put_back(displacement: optax.Updates, updates: optax.Updates) -> optax.Updates:
-    """Make a displacement a tree like the gradients that the loop passed."""
-
-    def leaf(move: Tree, gradient: Tree) -> Tree:
-        if move is not None or gradient is None:
-            return move
-        # Integers have gradients without a type; adding False changes nothing.
-        return jnp.zeros(jnp.shape(gradient), bool)
-
-    return jax.tree.map(leaf, displacement, updates, is_leaf=_is_none)
-
-
-def require_all(where: str, updates: optax.Updates, known: optax.Params):
-    """Name the first leaf of the state whose gradient is None."""
-    gradients = jax.tree.leaves(only(updates, known), is_leaf=_is_none)
-    leaves = jax.tree_util.tree_leaves_with_path(known, is_leaf=_is_none)
-    for (path, leaf), gradient in zip(leaves, gradients, strict=True):
-        if leaf is not None and gradient is None:
-            got = f"None at {_place(path)}, where the first call had a gradient"
-            _check.fail(where, "updates", "None at the same leaves in every call", got)
-
-
-def take_over(state: object, fresh: T) -> T:
-    """Replace arrays of a fresh state of fewer leaves by those of a state, by path and shape."""
-    arrays = dict(jax.tree_util.tree_leaves_with_path(state))
-
-    def leaf(path: Tree, new: jax.Array) -> jax.Array:
-        old = arrays.get(path, new)
-        return old if jnp.shape(old) == jnp.shape(new) else new
-
-    return jax.tree_util.tree_map_with_path(leaf, fresh)
-
-
-def only(tree: T, other: object) -> T:
-    """Put None in the place of leaves where another tree has None."""
-    return jax.tree.map(lambda x, y: None if y is None else x, tree, other, is_leaf=_is_none)
-
-
-def _place(path: Tree) -> str:
-    """Name the place of a leaf."""
-    return jax.tree_util.keystr(path) or "the only leaf"
-
-
-def _is_none(leaf: object) -> bool:
-    """Make None a leaf of a tree."""
-    return leaf is None

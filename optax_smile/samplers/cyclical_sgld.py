@@ -67,8 +67,8 @@ def cyclical_sgld(
     is_traced = any(isinstance(x, jax.core.Tracer) for x in (total_steps, num_cycles))
     if not is_traced and total_steps < num_cycles:
         rule = f"an integer >= {num_cycles}, a step for each of `num_cycles`"
-        _check.fail("cyclical_sgld", "total_steps", rule, total_steps)
-    schedule = _transformation.schedule("cyclical_sgld", step_size)
+        _check.fail("total_steps", rule, total_steps)
+    schedule = _transformation.schedule(step_size)
     cycle_length = -(-total_steps // num_cycles)
 
     def is_draw(count: jax.Array) -> jax.Array:

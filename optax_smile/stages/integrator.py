@@ -175,8 +175,9 @@ class Norm:
         """Return the first momentum, 0, before any call; None if `close` needs no tree."""
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         rule = "a norm whose `velocity` takes and returns a tree like the parameters"
-        found = _check.traced("smile", "norm", self.velocity, like, rule=rule)
-        _check_trees.check_alike("smile", "norm.velocity", found, like, "params")
+        with _check.called("smile"):
+            found = _check.traced("norm", self.velocity, like, rule=rule)
+            _check_trees.check_alike("norm.velocity", found, like, "params")
         return jax.tree.map(jnp.zeros_like, params)
 
     def close(

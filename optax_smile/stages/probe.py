@@ -73,7 +73,8 @@ def look(
     if state.is_altered.dtype != bool:
         rule, got = "what `init` or `update` returned", "one whose booleans are numbers"
         remedy = "`reset_state=True` of `optax.lookahead` and `sam` makes draws wrong."
-        _check.fail("update", "state", rule, got, remedy)
+        with _check.called("update"):
+            _check.fail("state", rule, got, remedy)
     rounding = ROUNDING * max((float(jnp.finfo(x.dtype).eps) for x in read), default=0.0)
     arrived, step = _in_one(read, state.start), _in_one(moved, state.start)
     # On several devices fewer numbers are read.

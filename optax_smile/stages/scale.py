@@ -368,22 +368,23 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
     Source: Sommer et al., ICML 2026, section 3.2, noise preconditioning.
     Differences from the paper: see `psmile`.
     """
-    where, noise = "scale_by_gradient_noise", MeanSquare(differences=True)
+    noise = MeanSquare(differences=True)
 
+    @_check.called("scale_by_gradient_noise.init")
     def init_fn(params: optax.Params) -> Any:
-        _check_trees.check_params(f"{where}.init", params, smallest=1)
-        _check.Tree(finite=True)(f"{where}.init", "params", params)
+        _check_trees.check_params(params, smallest=1)
+        _check.Tree(finite=True)("params", params)
         return noise.init(params)
 
+    @_check.called("scale_by_gradient_noise.update")
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, Any]:
         del params
         if not isinstance(state, MeanSquareState):
-            rule = "the state that `init` or `update` returned"
-            _check.fail(f"{where}.update", "state", rule, _check.show(state))
+            _check.fail("state", "the state that `init` or `update` returned", _check.show(state))
         known = state.mean_square
-        _check_trees.check_gradients(f"{where}.update", updates, known, "the one given to init")
+        _check_trees.check_gradients(updates, known, "the one given to init")
         square = _tree.inner(updates, updates)
         counts = jnp.isfinite(square) & (square >= jnp.finfo(square.dtype).tiny)
         finite = optax.tree.where(counts, updates, jax.tree.map(jnp.zeros_like, updates))

@@ -73,14 +73,15 @@ class Spectral(Norm):
                 (found[index],) = back(part)
         return jax.tree.unflatten(structure, found)
 
+    @_check.called("smile")
     def _require_whole(self, leaf: jax.Array):
         """Refuse explicit axes, for which every product needs a sharding of its own."""
         sharding = jax.typeof(leaf).sharding
         if any(sharding.spec) and AxisType.Explicit in sharding.mesh.axis_types:
             rule = "a tree whose matrices are not sharded over explicit axes, with norm='spectral'"
-            advice = "Make the mesh with `AxisType.Auto`."
-            _check.fail("smile", "params", rule, sharding.spec, advice)
+            _check.fail("params", rule, sharding.spec, "Make the mesh with `AxisType.Auto`.")
 
+    @_check.called("smile")
     def _axes(self, tree: optax.Params) -> list[Axes | None]:
         """Find the axes of rows and of columns of each leaf; None for one that is no matrix."""
         leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -95,7 +96,7 @@ class Spectral(Norm):
         expected = jax.tree.structure(tree, is_leaf=lambda x: x is None)
         if jax.tree.structure(chosen, is_leaf=is_entry) != expected:
             rule = f"a function that returns a tree of the structure {expected}"
-            _check.fail("smile", "matrices", rule, jax.tree.structure(chosen, is_leaf=is_entry))
+            _check.fail("matrices", rule, jax.tree.structure(chosen, is_leaf=is_entry))
         nodes = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
         entries = [x for x, node in zip(entries, nodes, strict=True) if node is not None]
         return [
@@ -119,12 +120,12 @@ def _checked(entry: object, place: str, leaf: jax.Array) -> Axes | None:
         return None
     rule = f"a function that gives None or MuonDimensionNumbers of different axes at {place}"
     if not isinstance(entry, MuonDimensionNumbers):
-        _check.fail("smile", "matrices", rule, _check.show(entry))
+        _check.fail("matrices", rule, _check.show(entry))
     both = [tuple(x) if isinstance(x, Sequence) else (x,) for x in entry]
     fit = all(isinstance(x, int) and -leaf.ndim <= x < leaf.ndim for x in both[0] + both[1])
     rows, columns = ([x % leaf.ndim for x in axes] for axes in both) if fit else ([], [])
     if not rows or not columns or len({*rows, *columns}) < len(rows) + len(columns):
-        _check.fail("smile", "matrices", rule, f"{entry} for an array of {leaf.ndim} axes")
+        _check.fail("matrices", rule, f"{entry} for an array of {leaf.ndim} axes")
     return tuple(rows), tuple(columns)
 
 

@@ -353,7 +353,7 @@ def angle_tuner(angle: float | None = None, adapt_steps: int | None = None) -> T
 
 
 def choose(
-    where: str, tuner: Tuner[Any] | None, step_size: StepSize | None, angle: float | None = None
+    tuner: Tuner[Any] | None, step_size: StepSize | None, angle: float | None = None
 ) -> Tuner[Any]:
     """Return the tuner for the arguments `tuner` and `step_size` of a sampler."""
     if tuner is None:
@@ -361,8 +361,8 @@ def choose(
     if tuner.sets_step_size and step_size is not None:
         rule = "None or a tuner such as `quantile_tuner(...)` if `step_size` is given"
         advice = "This tuner chooses the step size itself: leave out `tuner` or `step_size`."
-        _check.fail(where, "tuner", rule, tuner, advice)
+        _check.fail("tuner", rule, tuner, advice)
     if not tuner.sets_step_size and step_size is None:
         rule = f"a number > 0 or a schedule, from which {tuner.name} starts"
-        _check.fail(where, "step_size", rule, None)
+        _check.fail("step_size", rule, None)
     return tuner

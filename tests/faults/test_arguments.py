@@ -103,7 +103,7 @@ def options(constraint: Any) -> tuple[Any, ...]:
 
 def refuses(constraint: Any, which: str, value: Any, given: dict[str, Any]) -> bool:
     try:
-        constraint("f", which, value, given)
+        constraint(which, value, given)
     except Exception as error:
         return isinstance(error, ArgumentError)
     return False
@@ -253,7 +253,7 @@ def test_every_declaration_is_called_with_the_ranges_of_its_docstring(called):
         for which, one in ((x, y) for x, whole in constraints.items() for y in options(whole)):
             if isinstance(one, _check.Whole) or (isinstance(one, _check.Real) and one.open == ""):
                 for end in (one.low, getattr(one, "high", math.inf)):
-                    assert math.isinf(end) or one(name, which, end, {}) == end
+                    assert math.isinf(end) or one(which, end, {}) == end
             one = one if isinstance(one, _check.Array) else getattr(one, "each", one)
             is_number = isinstance(one, (_check.Real, _check.Whole))
             bound = re.sub("^an? (finite )?(number|integer)( in)? ?", "", one.rule) * is_number
