@@ -18,20 +18,18 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeVar, cast, get_args
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast, get_args
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_smile._types import Output, Unchecked
-
 # Counters are int32.
 LARGEST_WHOLE = 2**31 - 1
 # Longest representation of a value in an error.
 LONGEST = 200
-NOTHING: Mapping[str, Unchecked] = {}
+NOTHING: Mapping[str, Any] = {}
 # Errors that a user's function raises when it gets wrong arguments.
 MISUSE = (TypeError, ValueError, AttributeError, LookupError, AssertionError)
 
@@ -117,7 +115,7 @@ def own_flags(function: Function_, *, compiles: bool = False) -> Function_:
     """
 
     @functools.wraps(function)
-    def run(*args: Unchecked, **kwargs: Unchecked) -> Unchecked:
+    def run(*args: object, **kwargs: object) -> object:
         jit = jax.disable_jit(False) if compiles else contextlib.nullcontext()
         with jit, jax.debug_nans(False), jax.debug_infs(False):
             with jax.numpy_dtype_promotion("standard"):
@@ -150,9 +148,7 @@ def needed(needs: str, extra: str) -> Iterator[None]:
         raise ImportError(f"{needs}: pip install 'optax-smile[{extra}]'") from error
 
 
-def traced(
-    argument: str, function: Callable, *given: Unchecked, rule: str, advice: str = ""
-) -> Output:
+def traced(argument: str, function: Callable, *given: object, rule: str, advice: str = "") -> Any:
     """Return the shapes of the result of a user's function, without running it."""
     with calling(argument, rule, advice):
         return jax.eval_shape(function, *given)
@@ -174,7 +170,7 @@ def arguments(name: str = "", /, **constraints: "Constraint") -> Callable[[Funct
         assert set(declared) <= set(signature.parameters), (called_name, set(declared))
 
         @functools.wraps(function)
-        def checked(*args: Unchecked, **kwargs: Unchecked) -> Unchecked:
+        def checked(*args: object, **kwargs: object) -> object:
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
@@ -203,9 +199,7 @@ class Constraint:
         """The rule in words, for errors."""
         return self.text
 
-    def __call__(
-        self, argument: str, value: Unchecked, given: Mapping[str, Unchecked] = NOTHING
-    ) -> Unchecked:
+    def __call__(self, argument: str, value: Any, given: Mapping[str, Any] = NOTHING) -> Any:
         """Check a value; `given` has the arguments whose constraints were declared before."""
         raise NotImplementedError
 
@@ -223,7 +217,7 @@ class Either(Constraint):
     def rule(self) -> str:
         return ", or ".join(option.rule for option in self.options)
 
-    def __call__(self, argument, value, given=NOTHING) -> Unchecked:
+    def __call__(self, argument, value, given=NOTHING) -> object:
         errors = []
         for option in self.options:
             try:
@@ -239,10 +233,10 @@ class Where(Constraint):
     """A value for which `holds(value)`, which the rule `text` says in words."""
 
     text: str
-    holds: Callable[[Unchecked], object]
+    holds: Callable[[Any], object]
     advice: str = ""
 
-    def __call__(self, argument, value, given=NOTHING) -> Unchecked:
+    def __call__(self, argument, value, given=NOTHING) -> Any:
         if not self.holds(value):
             advice = self.advice or ("Call it." if callable(value) else "")
             fail(argument, self.text, show(value), advice)
@@ -258,14 +252,14 @@ def kind(kinds: type | tuple[type, ...], text: str, advice: str = "") -> Where:
 class OneOf(Constraint):
     """One of the words of a `Literal` type."""
 
-    words: Unchecked
+    words: object
 
     @property
     def rule(self) -> str:
         words = [*map(repr, get_args(self.words))]
         return f"one of {', '.join(words)}" if len(words) > 1 else words[0]
 
-    def __call__(self, argument, value, given=NOTHING) -> Unchecked:
+    def __call__(self, argument, value, given=NOTHING) -> str:
         if not isinstance(value, str) or value not in get_args(self.words):
             fail(argument, self.rule, written(value))
         return value
@@ -311,7 +305,7 @@ class Real(Constraint):
             below = numbers < self.high
         return above & below & (self.infinite | (abs(numbers) <= kind.max))
 
-    def __call__(self, argument, value, given=NOTHING) -> Unchecked:
+    def __call__(self, argument, value, given=NOTHING) -> object:
         if isinstance(value, jax.core.Tracer) and self.traced and value.ndim == 0:
             return value
         is_number = is_real(_dtype(value)) and not isinstance(value, (bool, jax.core.Tracer))
@@ -338,7 +332,7 @@ class Whole(Constraint):
     def rule(self) -> str:
         return f"an integer >= {self.low}"
 
-    def __call__(self, argument, value, given=NOTHING) -> Unchecked:
+    def __call__(self, argument, value, given=NOTHING) -> int | jax.Array:
         if isinstance(value, jax.core.Tracer) and self.traced:
             return value
         is_whole = jnp.issubdtype(_dtype(value), jnp.integer)
@@ -356,7 +350,7 @@ class PathLike(Constraint):
 
     text = "a path"
 
-    def __call__(self, argument, value, given=NOTHING) -> Unchecked:
+    def __call__(self, argument, value, given=NOTHING) -> Path:
         if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
             fail(argument, self.text, show(value))
         try:
@@ -381,7 +375,7 @@ class Key(Constraint):
         rule = "a single JAX key, such as jax.random.key(0), or an integer seed from 0 to 2**32 - 1"
         return f"{rule}, {self.purpose}".rstrip(", ")
 
-    def __call__(self, argument, value, given=NOTHING) -> Unchecked:
+    def __call__(self, argument, value, given=NOTHING) -> Any:
         if NONE.holds(value) and not self.needed:
             return None
         # Raw words may have the wrong shape for a key, and a seed may exceed 64 bits.
@@ -409,7 +403,7 @@ class Function(Constraint):
     def rule(self) -> str:
         return self.name or f"a function of {self.form}"
 
-    def __call__(self, argument, value, given=NOTHING) -> Unchecked:
+    def __call__(self, argument, value, given=NOTHING) -> Callable:
         is_model = hasattr(value, "apply") and hasattr(value, "init")
         if not callable(value) or isinstance(value, type) or is_model:
             method = "init" if argument == "init_fn" else "apply"
@@ -461,7 +455,7 @@ class Tree(Constraint):
             return f"a tree of {kind} {self.axes} with equal leading axes, none of them empty"
         return self.text or "a tree of arrays of numbers"
 
-    def __call__(self, argument, value, given=NOTHING) -> Unchecked:
+    def __call__(self, argument, value, given=NOTHING) -> object:
         kinds = (jnp.number, jnp.bool_, *(jax.dtypes.prng_key,) * self.keys)
         kinds = (jnp.floating,) if self.floating else kinds
         is_swapped = False
@@ -494,10 +488,11 @@ class Tree(Constraint):
         return jax.tree.map(native, value) if is_swapped else value
 
 
-def native(leaf: Unchecked) -> Unchecked:
+def native(leaf: object) -> object:
     """Convert an array of NumPy to the byte order of the machine."""
-    swaps = isinstance(leaf, np.ndarray) and not leaf.dtype.isnative
-    return leaf.astype(leaf.dtype.newbyteorder("=")) if swaps else leaf
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
+        return leaf.astype(leaf.dtype.newbyteorder("="))
+    return leaf
 
 
 @dataclass(frozen=True)
@@ -521,7 +516,7 @@ class Array(Constraint):
     def rule(self) -> str:
         return f"a non-empty array {self.axes}".rstrip()
 
-    def __call__(self, argument, value, given=NOTHING) -> Unchecked:
+    def __call__(self, argument, value, given=NOTHING) -> np.ndarray:
         array = host(argument, value)
         array = array if self.dtype is None else array.astype(self.dtype)
         if not array.size or not any(_has_axes(array.ndim, x) for x in self.axes.split(" or ")):
@@ -542,7 +537,7 @@ def _has_axes(number: int, axes: str) -> bool:
     return number >= len(names) - 1 if names[-1] in ("", "...") else number == len(names)
 
 
-def host(argument: str, value: Unchecked) -> np.ndarray:
+def host(argument: str, value: Any) -> np.ndarray:
     """Convert a value to an array of real numbers or booleans on the host."""
     got = show(value)
     if any(map(np.ma.is_masked, jax.tree.leaves(value))):
@@ -557,16 +552,16 @@ def host(argument: str, value: Unchecked) -> np.ndarray:
     fail(argument, "an array of numbers", got)
 
 
-def is_real(dtype: Unchecked) -> bool:
+def is_real(dtype: Any) -> bool:
     """Whether a dtype is of integers or floating-point numbers, half precision included."""
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
-def _dtype(value: Unchecked) -> Unchecked:
+def _dtype(value: object) -> Any:
     return getattr(value, "dtype", type(value))
 
 
-def show(value: Unchecked) -> str:
+def show(value: object) -> str:
     """Describe a value in a few words."""
     if isinstance(value, (np.ndarray, jax.Array, jax.ShapeDtypeStruct)):
         kind = "a traced " if isinstance(value, jax.core.Tracer) else ""
@@ -585,7 +580,7 @@ def cut(value: object) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def written(value: Unchecked) -> str:
+def written(value: object) -> str:
     """Write a value as code, or describe it if that is long, has lines or is an array."""
     is_array, text = isinstance(value, (np.ndarray, jax.Array)), repr(value)
     return show(value) if is_array or len(text) > LONGEST or "\n" in text else text

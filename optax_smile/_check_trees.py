@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_smile import _check, _tree
-from optax_smile._types import Tree, Unchecked
 
 # The sampler keeps full-precision parameters: 1 + 1e-3 is 1 in bfloat16 and float16.
 PRECISIONS = (jnp.float32, jnp.float64)
@@ -18,7 +17,7 @@ MISSING_PARAMS = (
 )
 
 
-def check_params(params: Tree, smallest: int):
+def check_params(params: object, smallest: int):
     """Require a tree of float32 or float64 leaves with at least `smallest` parameters.
 
     A node without leaves that is no container passes: Optax maps over a state with such a
@@ -41,7 +40,7 @@ def check_params(params: Tree, smallest: int):
         _check.fail("params", f"a tree of at least {smallest} parameters", number)
 
 
-def check_gradients(updates: Tree, params: Tree, name: str):
+def check_gradients(updates: object, params: object, name: str):
     """Require gradients of these parameters, of whatever floating-point precision."""
     check_alike("updates", updates, params, name)
     for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
@@ -50,7 +49,7 @@ def check_gradients(updates: Tree, params: Tree, name: str):
             _check.fail("updates", "a tree of floating-point gradients", got)
 
 
-def check_alike(argument: str, tree: Tree, expected: Tree, expected_name: str):
+def check_alike(argument: str, tree: object, expected: object, expected_name: str):
     """Require the structure and the leaf shapes of `expected`."""
     own, structure = jax.tree.structure(tree), jax.tree.structure(expected)
     if own != structure:
@@ -63,7 +62,7 @@ def check_alike(argument: str, tree: Tree, expected: Tree, expected_name: str):
             _check.fail(argument, rule, np.shape(leaf))
 
 
-def check_structure(argument: str, tree: Unchecked, known: Tree, name: str):
+def check_structure(argument: str, tree: object, known: object, name: str):
     """Require the structure of `known`, with None as a leaf."""
     own, other = (jax.tree.structure(x, is_leaf=lambda y: y is None) for x in (tree, known))
     if own != other:

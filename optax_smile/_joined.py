@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +18,25 @@ import numpy as np
 import optax
 
 from optax_smile import _places, _xla
-from optax_smile._types import Tree
+from optax_smile._types import T
 
 # Number of small leaves, and of entries of the tree, from which on they are joined.
 FEWEST, SMALLEST = 3, 500
+
+
+State = TypeVar("State")
 
 
 @dataclass(frozen=True)
 class Layout:
     """The structure and shapes of a tree, and which leaves are joined, all of one dtype."""
 
-    structure: Any
+    structure: object
     shapes: tuple[tuple[int, ...], ...]
     is_small: tuple[bool, ...]
-    dtype: Any
+    dtype: jnp.dtype
 
-    def split(self, leaves: list) -> tuple[list, list]:
+    def split(self, leaves: list[T]) -> tuple[list[T], list[T]]:
         """Return the leaves that are joined, and the others."""
         others = [not x for x in self.is_small]
         return [*itertools.compress(leaves, self.is_small)], [*itertools.compress(leaves, others)]
@@ -46,8 +49,8 @@ class Layout:
 class Joined:
     """A tree whose small leaves are joined, one after the other, `[entry]`."""
 
-    joined: Any
-    apart: tuple[Any, ...]
+    joined: "jax.Array | JoinedPlace"
+    apart: tuple[jax.Array | _places.Place, ...]
     layout: Layout
 
 
@@ -68,10 +71,10 @@ class JoinedPlace:
         return first + self.in_tree
 
 
-def around(process: Callable[[Tree, Tree], Tree]) -> Callable[[Tree, Tree], Tree]:
+def around(process: Callable[[Any, State], T]) -> Callable[[Any, State], T]:
     """Join the small leaves that a function of a call and a state gets, and cut its results."""
 
-    def run(call: Tree, state: Tree) -> Tree:
+    def run(call: Any, state: State) -> T:
         if (layout := choose(call.params)) is None:
             return process(call, state)
         given, inside = join(layout, (call._replace(places=None), state))
@@ -96,16 +99,16 @@ def choose(params: optax.Params) -> Layout | None:
     return None if on_mesh or len({leaf.dtype for leaf in few}) > 1 else layout
 
 
-def _places_of(layout: Layout, places: Tree) -> Joined:
+def _places_of(layout: Layout, places: _places.Places) -> _places.Places:
     few, apart = layout.split(jax.tree.leaves(places))
     sizes = [math.prod(shape) for shape in layout.split(list(layout.shapes))[0]]
     inside = [np.arange(size, dtype=np.int64) for size in sizes]
     through = [x + place.start for x, place in zip(inside, few, strict=True)]
     joined = (np.concatenate(numbers).astype(np.uint32) for numbers in (inside, through))
-    return Joined(JoinedPlace(*joined), tuple(apart), layout)
+    return _places.Places(Joined(JoinedPlace(*joined), tuple(apart), layout))
 
 
-def join(layout: Layout, tree: Tree) -> Tree:
+def join(layout: Layout, tree: T) -> T:
     """Join the small leaves of all subtrees that are like the parameters.
 
     A subtree is like them if it has their structure and small leaves of their shapes and precision.
@@ -113,14 +116,14 @@ def join(layout: Layout, tree: Tree) -> Tree:
     """
     shapes, _ = layout.split(list(layout.shapes))
 
-    def is_like(node: Tree) -> bool:
+    def is_like(node: object) -> bool:
         if jax.tree.structure(node) != layout.structure:
             return False
         few, _ = layout.split(jax.tree.leaves(node))
         is_alike = [jnp.shape(leaf) for leaf in few] == shapes
         return is_alike and all(jnp.result_type(leaf) == layout.dtype for leaf in few)
 
-    def joined(node: Tree) -> Tree:
+    def joined(node: object) -> object:
         if not is_like(node):
             return node
         few, apart = layout.split(jax.tree.leaves(node))
@@ -129,10 +132,10 @@ def join(layout: Layout, tree: Tree) -> Tree:
     return jax.tree.map(joined, tree, is_leaf=is_like)
 
 
-def part(tree: Tree) -> Tree:
+def part(tree: T) -> T:
     """Undo `join`."""
 
-    def is_joined(node: Tree) -> bool:
+    def is_joined(node: object) -> bool:
         return isinstance(node, Joined)
 
     nodes = jax.tree.leaves(tree, is_leaf=is_joined)
@@ -144,7 +147,7 @@ def part(tree: Tree) -> Tree:
     )
 
 
-def _leaves(tree: Joined, joined: jax.Array) -> Tree:
+def _leaves(tree: Joined, joined: jax.Array) -> optax.Params:
     """Cut the joined leaves out of their array."""
     layout, apart, first, leaves = tree.layout, iter(tree.apart), 0, []
     for shape, is_small in zip(layout.shapes, layout.is_small, strict=True):

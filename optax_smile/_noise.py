@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_smile import _places, _tree
-from optax_smile._types import Tree
+from optax_smile._types import T
 
 # See `isotropic_like`: from this many parameters on, random signs are as good as normal numbers.
 SMALLEST_NETWORK = 500
@@ -18,7 +18,7 @@ def next_key(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]
     return following, used
 
 
-def normal_like(key: jax.Array, tree: Tree) -> Tree:
+def normal_like(key: jax.Array, tree: T) -> T:
     """Draw a standard normal tree of the shapes and precision of `tree`."""
     leaves, structure = jax.tree.flatten(tree)
     keys = jax.random.split(key, len(leaves))
@@ -34,7 +34,7 @@ def normal_like(key: jax.Array, tree: Tree) -> Tree:
     return jax.tree.unflatten(structure, [draw(*pair) for pair in zip(keys, leaves, strict=True)])
 
 
-def isotropic_like(key: jax.Array, tree: Tree, places: Tree) -> Tree:
+def isotropic_like(key: jax.Array, tree: T, places: _places.Places) -> T:
     """Draw a tree of independent entries with mean 0 and variance 1.
 
     Networks get random signs, which are computed from their place where they are used: normal
@@ -51,7 +51,7 @@ def isotropic_like(key: jax.Array, tree: Tree, places: Tree) -> Tree:
     return jax.tree.map(signs, tree, places)
 
 
-def has_signs(tree: Tree) -> bool:
+def has_signs(tree: object) -> bool:
     """Whether `isotropic_like` draws signs, whose square is one."""
     return _tree.size(tree) >= SMALLEST_NETWORK
 

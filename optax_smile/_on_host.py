@@ -2,12 +2,13 @@
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
 
 from optax_smile import _check
-from optax_smile._types import Tree
+from optax_smile._types import T
 
 WIDE = (
     "Map identifiers to 0, 1, 2, ..., convert other numbers to floating point, or enable 64 bits:"
@@ -15,14 +16,14 @@ WIDE = (
 )
 
 
-def as_numeric(argument: str, tree: Tree, *, copy: bool = False) -> Tree:
+def as_numeric(argument: str, tree: T, *, copy: bool = False) -> T:
     """Convert what `np.asarray` can to arrays of numbers in the byte order of the machine.
 
     Scalars of Python and arrays of JAX stay as they are. A copy lets a loader reuse its memory.
     JAX would wrap integers that do not fit its own without a word.
     """
 
-    def convert(path: tuple, leaf: Tree) -> Tree:
+    def convert(path: tuple, leaf: object) -> object:
         if isinstance(leaf, (jax.Array, bool, float, complex)):
             return leaf
         at, advice = jax.tree_util.keystr(path), ""
@@ -56,12 +57,12 @@ def _beyond(array: np.ndarray) -> str:
     return next((f"{x} (beyond {own.dtype})" for x in ends if not own.min <= x <= own.max), "")
 
 
-def shapes_of_one(chains: Tree) -> Tree:
+def shapes_of_one(chains: object) -> Any:
     """Return the shapes of one chain of a tree `[chain, ...]`."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chains)
 
 
-def local_blocks(tree: Tree) -> Iterator[tuple[int, int, list[np.ndarray]]]:
+def local_blocks(tree: object) -> Iterator[tuple[int, int, list[np.ndarray]]]:
     """Copy the chains that this process holds to the host, each from one of its devices.
 
     Yields first and last chain of a block, and its leaves `[chain of the block, ...]`. Arrays on
@@ -77,7 +78,7 @@ def local_blocks(tree: Tree) -> Iterator[tuple[int, int, list[np.ndarray]]]:
             yield first, stop - 1, [np.asarray(shard.data) for shard in shards]
 
 
-def local(tree: Tree) -> Tree:
+def local(tree: object) -> Any:
     """Copy the chains that this process holds to the host `[chain of this process, ...]`.
 
     If chains have copies in several processes, one process holds them and the others none.
@@ -88,7 +89,7 @@ def local(tree: Tree) -> Tree:
     return jax.tree.unflatten(structure, [np.concatenate(column) for column in columns])
 
 
-def everywhere(tree: Tree) -> Tree:
+def everywhere(tree: object) -> Any:
     """Copy all chains to the host of every process `[chain, ...]`; all processes call this."""
     if jax.process_count() == 1:
         return local(tree)
@@ -97,7 +98,7 @@ def everywhere(tree: Tree) -> Tree:
     return multihost_utils.process_allgather(tree, tiled=True)
 
 
-def first_alike(tree: Tree) -> list[int]:
+def first_alike(tree: object) -> list[int]:
     """Return for each chain of arrays `[chain, ...]` the first one that is equal, bit for bit."""
     first: dict[bytes, int] = {}
     alike = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,17 @@ import numpy as np
 import optax
 
 from optax_smile import _check
-from optax_smile._types import Tree
+from optax_smile._types import T
+
+if TYPE_CHECKING:
+    from optax_smile.state import SamplerState, Stats
 
 # Scalars of these kinds are packed, but for those that loops set or read around each call.
 KINDS = {"reals": np.floating, "counts": np.signedinteger, "flags": np.bool_}
 APART = ("step_size_factor", "state_format")
+
+
+Inside = TypeVar("Inside", bound="SamplerState")
 
 
 class Fields(tuple[str, ...]):
@@ -36,7 +42,7 @@ class Fields(tuple[str, ...]):
         return super().__contains__(name) or name in self.packed or name in self.ambiguous
 
 
-class State(tuple):
+class State(tuple, Generic[Inside]):
     """State of a sampler between calls, a named tuple for JAX, Optax and Flax.
 
     It has the parts of the state inside a call, arrays and trees, under their names there. Scalars
@@ -54,7 +60,7 @@ class State(tuple):
     like: ClassVar[str]
     num_calls: ClassVar[int]
 
-    def __new__(cls, *items: Tree, **named: Tree) -> State:
+    def __new__(cls, *items: object, **named: object) -> State[Inside]:
         """Take items in their order or by name."""
         return super().__new__(cls, items or [named[name] for name in cls._fields])
 
@@ -69,13 +75,13 @@ class State(tuple):
         raise AttributeError(f"this state has no {name!r}")
 
     @classmethod
-    def _make(cls, items: Iterable[Tree]) -> State:
+    def _make(cls, items: Iterable[object]) -> State[Inside]:
         return cls(*items)
 
-    def _items(self) -> dict[str, Tree]:
+    def _items(self) -> dict[str, Any]:
         return dict(zip(self._fields, self, strict=True))
 
-    def _asdict(self) -> dict[str, Tree]:
+    def _asdict(self) -> dict[str, Any]:
         """Return all parts by name, in the order of the state inside a call."""
         items, packed = self._items(), self._fields.packed
         arrays = {kind: items[kind] for kind in KINDS}
@@ -87,7 +93,7 @@ class State(tuple):
             items |= {name: _at(arrays[kind], place) for name, (kind, place) in packed.items()}
         return {name: items[name] for name in self.names}
 
-    def _replace(self, **given: Tree) -> State:
+    def _replace(self, **given: object) -> State[Inside]:
         """Replace items or scalars by name."""
         items = self._items()
         if given.keys() == items.keys() and all(given[name] is x for name, x in items.items()):
@@ -114,17 +120,17 @@ class State(tuple):
         skeleton = jax.tree.unflatten(self.nested, self.names)
         return _restored, (skeleton, self.kinds, self.like, self.num_calls, tuple(self))
 
-    def unpack(self) -> Any:
+    def unpack(self) -> Inside:
         """Return the state inside a call."""
         return jax.tree.unflatten(self.nested, self._asdict().values())
 
-    def pack(self, inside: Tree) -> State:
+    def pack(self, inside: Inside) -> State[Inside]:
         """Return the state after a call, in the precision of this one."""
         parts = dict(zip(self.names, self.nested.flatten_up_to(inside), strict=True))
         return type(self)._of(parts, [getattr(self, kind).dtype for kind in KINDS])
 
     @classmethod
-    def _of(cls, parts: dict[str, Tree], dtypes: Sequence[Any]) -> State:
+    def _of(cls, parts: dict[str, Any], dtypes: Sequence[jnp.dtype]) -> State[Inside]:
         scalars: dict[str, list[jax.Array]] = {kind: [] for kind in KINDS}
         for name, (kind, _) in cls._fields.packed.items():
             scalars[kind].append(parts.pop(name))
@@ -132,7 +138,7 @@ class State(tuple):
         return cls(*parts.values(), *(jnp.stack(x, axis=-1).astype(kind) for x, kind in pairs))
 
     @property
-    def like_params(self) -> Tree:
+    def like_params(self) -> optax.Params:
         """A tree like the leaves that move, with None for the others."""
         return getattr(self, self.like)
 
@@ -141,28 +147,28 @@ class State(tuple):
         """See `state.SamplerState`."""
         return self.num_calls
 
-    def stats(self) -> Any:
+    def stats(self) -> Stats:
         """See `state.SamplerState`."""
         return self.unpack().stats()
 
-    def last_accepted(self, params: optax.Params) -> Tree:
+    def last_accepted(self, params: T) -> T:
         """See `state.SamplerState`."""
         return self.unpack().last_accepted(params)
 
-    def last_received(self) -> tuple[optax.Updates, jax.Array]:
+    def last_received(self) -> tuple[optax.Updates, jax.Array] | None:
         """See `state.SamplerState`."""
         return self.unpack().last_received()
 
 
-def pack(inside: Any) -> State:
+def pack(inside: Inside, like_params: optax.Params) -> State[Inside]:
     """Return the state of one chain between calls, from that inside a call.
 
-    A part is what is no named tuple, or a tree of the structure of `inside.like_params`. Its name
-    is that of its field, with those of the tuples around it, and dots, where it is not unique.
+    A part is what is no named tuple, or a tree of the structure of `like_params`. Its name is
+    that of its field, with those of the tuples around it, and dots, where it is not unique.
     """
-    like = jax.tree.structure(inside.like_params)
+    like = jax.tree.structure(like_params)
 
-    def is_part(node: Tree) -> bool:
+    def is_part(node: object) -> bool:
         return not hasattr(node, "_fields") or jax.tree.structure(node) == like
 
     paths, nested = jax.tree_util.tree_flatten_with_path(inside, is_leaf=is_part)
@@ -174,7 +180,7 @@ def pack(inside: Any) -> State:
         # Scalars of another precision would be rounded.
         is_same = not kind or dtypes.setdefault(kind, part.dtype) == part.dtype
         kinds.append(kind if is_same else "")
-    (name,) = (name for name, part in parts.items() if part is inside.like_params)
+    (name,) = (name for name, part in parts.items() if part is like_params)
     layout = nested, tuple(parts), tuple(kinds), name, inside.gradients_per_step
     return _class_of(*layout)._of(parts, [dtypes[kind] for kind in KINDS])
 
@@ -202,7 +208,7 @@ def _kind_of(scalar: jax.Array) -> str:
 
 @functools.cache
 def _class_of(
-    nested: Any, names: tuple[str, ...], kinds: tuple[str, ...], like: str, num_calls: int
+    nested: object, names: tuple[str, ...], kinds: tuple[str, ...], like: str, num_calls: int
 ) -> type[State]:
     """Make the class of all states of a layout, so that JAX tells those of others apart."""
     pairs = list(zip(names, kinds, strict=True))
@@ -215,13 +221,15 @@ def _class_of(
     return type("State", (State,), {**known, "like": like, "num_calls": num_calls})
 
 
-def _restored(skeleton: Tree, kinds: Any, like: str, num_calls: int, items: tuple) -> State:
+def _restored(
+    skeleton: object, kinds: tuple[str, ...], like: str, num_calls: int, items: tuple
+) -> State:
     """Make a state from a file of pickle."""
     names, nested = jax.tree.flatten(skeleton)
     return _class_of(nested, tuple(names), kinds, like, num_calls)(*items)
 
 
-def _at(array: Tree, place: int) -> Tree:
+def _at(array: Any, place: int) -> Any:
     """Return one scalar, its shape, or what a map has made of all."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(array.shape[:-1], array.dtype)

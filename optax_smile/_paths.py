@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from optax_smile import _check
-from optax_smile._types import Tree
+from optax_smile._types import T
 
 
 class Misfit(ValueError):
     """A tree lacks a leaf, or has another in its place: what it must be, and what it is."""
 
 
-def map_sampled(function: Callable, sampled: Tree, params: Tree) -> Tree:
+def map_sampled(function: Callable, sampled: object, params: T) -> T:
     """Map over the leaves that the sampler sees, and leave all others of `params` unchanged.
 
     Leaves are matched by the names on their paths. Raises `Misfit`.
@@ -39,24 +39,23 @@ def map_sampled(function: Callable, sampled: Tree, params: Tree) -> Tree:
     return mapped
 
 
-def without_variables(tree: Tree) -> Tree:
+def without_variables(tree: T) -> T:
     """Replace variables of Flax nnx by their arrays; there are none before it is imported."""
     return getattr(sys.modules.get("flax.nnx"), "as_pure", lambda same: same)(tree)
 
 
-def leaves_like(sampled: Tree, tree: Tree) -> list[Tree] | None:
+def leaves_like(sampled: object, tree: object) -> list[jax.Array] | None:
     """Return the leaves of a tree that the sampler sees, matched as by `map_sampled`.
 
     None if one of them is missing or has another shape, as behind `optax.flatten`.
     """
     leaves = _by_names(tree)
     pairs = [(leaf, leaves.get(at)) for at, leaf in _by_names(sampled).items()]
-    if any(leaf is None or jnp.shape(leaf) != jnp.shape(like) for like, leaf in pairs):
-        return None
-    return [leaf for _, leaf in pairs]
+    fit = [x for like, x in pairs if x is not None and jnp.shape(x) == jnp.shape(like)]
+    return fit if len(fit) == len(pairs) else None
 
 
-def _by_names(tree: Tree) -> dict[tuple[str | int, ...], Tree]:
+def _by_names(tree: object) -> dict[tuple[str | int, ...], jax.Array]:
     return {_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 

@@ -1,13 +1,13 @@
 """Where the entries of a leaf lie, on which random signs and the entries that are read depend."""
 
 from dataclasses import dataclass
+from typing import NewType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType
-
-from optax_smile._types import Tree
 
 # Number of entries up to which a leaf is small: a sketch of it is itself, and all are read.
 LARGEST = 2**10
@@ -34,7 +34,11 @@ class Place:
         return numbers(first + np.uint32(self.start % 2**32), leaf)
 
 
-def of(tree: Tree) -> Tree:
+# A tree of them, in the place of leaves; `_joined` has a kind of its own.
+Places = NewType("Places", object)
+
+
+def of(tree: optax.Params) -> Places:
     """Find the places of all leaves, a tree like this one."""
     leaves, structure = jax.tree.flatten(tree)
     starts = [0, *np.cumsum([leaf.size for leaf in leaves])[:-1].tolist()]

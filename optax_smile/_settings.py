@@ -5,6 +5,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from contextvars import ContextVar
+from typing import Any
 
 import jax
 import jax.core
@@ -13,10 +14,10 @@ import numpy as np
 import optax
 
 from optax_smile import _disk
-from optax_smile._types import Options, Tree, Unchecked
+from optax_smile._types import Options
 
 LARGEST_ARRAY = 16  # Larger arrays are described by shape and checksum.
-_REPORTS: ContextVar[Options | None] = ContextVar("reports", default=None)
+_REPORTS: ContextVar[dict[str, object] | None] = ContextVar("reports", default=None)
 # Settings of a run whose draws an optimizer made.
 OPTIMIZER: Mapping[str, object] = {"name": "optimizer", "is_posterior": False}
 # Settings of draws that were chosen by their indices.
@@ -26,7 +27,7 @@ CHOSEN: Mapping[str, object] = {"name": "chosen draws", "is_posterior": False}
 def reporting(init: optax.TransformInitFn, settings: Mapping[str, object]) -> optax.TransformInitFn:
     """Make an `init` that reports settings to `of`; wrappers of Optax call what they wrap."""
 
-    def reported(params: optax.Params) -> Tree:
+    def reported(params: optax.Params) -> optax.OptState:
         _report(settings)
         return init(params)
 
@@ -69,7 +70,7 @@ def given(transformation: optax.GradientTransformation, params: optax.Params) ->
         transformation.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params))
         return {name: x for name, x in reports.items() if isinstance(x, jax.core.Tracer)}
 
-    reports: Options = {}
+    reports: dict[str, object] = {}
     before = _REPORTS.set(reports)
     try:
         injected = jax.jit(numbers)() if jax.eval_shape(numbers) else {}
@@ -78,7 +79,7 @@ def given(transformation: optax.GradientTransformation, params: optax.Params) ->
     return reports | injected
 
 
-def _describe(value: Unchecked) -> Tree:
+def _describe(value: Any) -> object:
     """Convert a value to JSON types, the same in every process; functions to their names."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

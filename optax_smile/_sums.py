@@ -3,14 +3,17 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import NewType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType
 
 from optax_smile import _places, _tree, _xla
-from optax_smile._types import Tree
+from optax_smile._places import Places
+from optax_smile._types import T
 
 # Largest size of the blocks in which `sums` adds the numbers of a leaf, and least number of blocks.
 LARGEST_BLOCK, SMALLEST_NUMBER = 2**7, 2**7
@@ -20,16 +23,18 @@ NUM_SIGNS = 2
 FINGERPRINT = 2
 # Largest number of leaves on several devices that are summed together.
 LARGEST_GROUP = 8
+# A tree of the arrays that `sums_and_sketch` makes of the leaves.
+Sketch = NewType("Sketch", object)
 
 
-def sums(trees: list[Tree]) -> list[jax.Array]:
+def sums(trees: Sequence[optax.Params]) -> list[jax.Array]:
     """Sum all entries of each of several trees of the same shapes, in one pass over memory."""
     return sums_and_sketch(trees, None, _places.of(trees[0]))[0]
 
 
 def sums_and_sketch(
-    trees: list[Tree], sketched: Tree, places: Tree
-) -> tuple[list[jax.Array], Tree]:
+    trees: Sequence[optax.Params], sketched: optax.Params | None, places: Places
+) -> tuple[list[jax.Array], Sketch]:
     """Sum all entries of each of several trees, and sketch another, in one pass over memory.
 
     A sketch consists of sums over blocks of each leaf, with random signs that depend only on the
@@ -64,10 +69,10 @@ def sums_and_sketch(
     parts += _shared_sums([leaves for leaves in shared if leaves[0].size])
     joined = [jnp.concatenate(column) for column in zip(*parts, strict=True)]
     totals = list(jnp.sum(jnp.stack(joined), axis=1))
-    return totals, None if sketched is None else jax.tree.unflatten(structure, sketches)
+    return totals, Sketch(None if sketched is None else jax.tree.unflatten(structure, sketches))
 
 
-def fingerprint(tree: Tree) -> jax.Array:
+def fingerprint(tree: optax.Updates) -> jax.Array:
     """Compute the norm of a tree and its product with fixed random signs, `[2]`.
 
     The product is linear in the tree. The signs depend only on the place inside a leaf, so that the
@@ -82,12 +87,12 @@ def fingerprint_of(square: jax.Array, product: jax.Array) -> jax.Array:
     return jnp.stack([jnp.sqrt(square), product])
 
 
-def signed(tree: Tree, places: Tree) -> Tree:
+def signed(tree: T, places: Places) -> T:
     """Multiply every entry by a random sign, the same in every call."""
     return jax.tree.map(lambda leaf, place: _fixed_signs(leaf, place)[0], tree, places)
 
 
-def empty_sketch(tree: Tree) -> Tree:
+def empty_sketch(tree: optax.Params) -> Sketch:
     """Sketch of zeros in the place of a tree, sharded as that of its leaves will be."""
 
     def zeros(leaf, like):
@@ -105,7 +110,7 @@ def empty_sketch(tree: Tree) -> Tree:
     return jax.tree.map(zeros, tree, sketch)
 
 
-def distance_square(first: Tree, second: Tree) -> jax.Array:
+def distance_square(first: Sketch, second: Sketch) -> jax.Array:
     """Estimate |x - y|^2 from the sketches of two trees x and y."""
     leaves = jax.tree.leaves(jax.tree.map(lambda x, y: jnp.square(x - y), first, second))
     parts = [jnp.sum(leaf)[None] for leaf in leaves if not is_shared(leaf)]

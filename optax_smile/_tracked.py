@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree
-from optax_smile._types import Tree
 
 # Rounding in a long run adds up to less than this share of the norm of the parameters.
 ROUNDING = 1e-3
@@ -84,10 +83,10 @@ def tracked(sampler: optax.GradientTransformation) -> optax.GradientTransformati
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def params_of(state: Tree) -> optax.Params | None:
+def params_of(state: object) -> optax.Params | None:
     """Return the tracked parameters inside a larger state; None if there are none."""
 
-    def is_tracked(node: Tree) -> bool:
+    def is_tracked(node: object) -> bool:
         return isinstance(node, TrackedState)
 
     nodes = jax.tree.leaves(state, is_leaf=is_tracked)

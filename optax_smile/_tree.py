@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_smile._types import Tree
+from optax_smile._types import T
 
 
 class Matrix(NamedTuple):
@@ -17,20 +17,20 @@ class Matrix(NamedTuple):
 
     entries: jax.Array
 
-    def times(self, tree: Tree) -> Tree:
+    def times(self, tree: T) -> T:
         """Multiply a tree by the matrix."""
         return unflat(product(self.entries, flat(tree)), tree)
 
-    def transposed_times(self, tree: Tree) -> Tree:
+    def transposed_times(self, tree: T) -> T:
         """Multiply a tree by the transpose."""
         return unflat(product(flat(tree), self.entries), tree)
 
 
 # By what a tree is multiplied: entry by entry, by a matrix, or by one.
-Scale = Tree | Matrix | None
+Scale = optax.Params | Matrix | None
 
 
-def flat(tree: Tree) -> jax.Array:
+def flat(tree: object) -> jax.Array:
     """Join all leaves, `[entry]`; those that explicit axes spread over devices are gathered."""
 
     def whole(leaf: jax.Array) -> jax.Array:
@@ -42,7 +42,7 @@ def flat(tree: Tree) -> jax.Array:
     return jnp.concatenate([whole(leaf).ravel() for leaf in jax.tree.leaves(tree)])
 
 
-def unflat(entries: jax.Array, like: Tree) -> Tree:
+def unflat(entries: jax.Array, like: T) -> T:
     """Undo `flat` for a tree of the shapes, precisions and shardings of another."""
     leaves, structure = jax.tree.flatten(like)
     parts = jnp.split(entries, np.cumsum([leaf.size for leaf in leaves])[:-1])
@@ -53,7 +53,7 @@ def unflat(entries: jax.Array, like: Tree) -> Tree:
     return jax.tree.unflatten(structure, map(shaped, parts, leaves))
 
 
-def placed_as(like: Tree, leaf: jax.Array) -> jax.Array:
+def placed_as(like: object, leaf: jax.Array) -> jax.Array:
     """Spread an array over devices as another, if explicit axes do so."""
     sharding = jax.typeof(like).sharding
     return jax.sharding.reshard(leaf, sharding) if any(sharding.spec) else leaf
@@ -64,19 +64,19 @@ def product(first: jax.Array, second: jax.Array) -> jax.Array:
     return jnp.matmul(first, second, precision="highest")
 
 
-def scaled(tree: Tree, scale: Scale) -> Tree:
+def scaled(tree: T, scale: Scale) -> T:
     """Multiply a tree by a scale."""
     if isinstance(scale, Matrix):
         return scale.times(tree)
     return tree if scale is None else jax.tree.map(jnp.multiply, tree, scale)
 
 
-def size(tree: Tree) -> int:
+def size(tree: object) -> int:
     """Count the parameters of all leaves, by their global shapes; leaves may be shapes alone."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
-def is_floating(leaf: Tree) -> bool:
+def is_floating(leaf: object) -> bool:
     """Whether a leaf is an array of floating-point or complex numbers."""
     dtype = getattr(leaf, "dtype", None)
     if not isinstance(dtype, np.dtype) or not hasattr(leaf, "shape"):
@@ -84,28 +84,28 @@ def is_floating(leaf: Tree) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def strong(leaf: Tree) -> Tree:
+def strong(leaf: object) -> object:
     """Let the precision of an array count where it was made from a number of Python."""
     return jnp.asarray(leaf, leaf.dtype) if isinstance(leaf, jax.Array) else leaf
 
 
-def dtype(tree: Tree) -> jnp.dtype:
+def dtype(tree: optax.Params) -> jnp.dtype:
     """Return the precision of the scalars that go with a tree."""
     return jnp.result_type(*(jax.tree.leaves(tree) or [jnp.float32]))
 
 
-def total(tree: Tree) -> jax.Array:
+def total(tree: optax.Params) -> jax.Array:
     """Sum all entries of all leaves."""
     return jnp.asarray(sum(jnp.sum(leaf) for leaf in jax.tree.leaves(tree)), dtype(tree))
 
 
 @jax.jit
-def all_finite(tree: Tree) -> jax.Array:
+def all_finite(tree: optax.Params) -> jax.Array:
     """Whether all numbers of a tree are finite."""
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
-def inner(first: Tree, second: Tree) -> jax.Array:
+def inner(first: optax.Params, second: optax.Params) -> jax.Array:
     """Sum first * second over all leaves."""
     return total(jax.tree.map(jnp.multiply, first, second))
 

@@ -1,7 +1,7 @@
 """Names for values that the type system cannot describe further."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import optax
@@ -19,8 +19,12 @@ Options: TypeAlias = dict[str, Any]
 Unchecked: TypeAlias = Any
 # The step size of a sampler: a number, or a schedule of the number of steps.
 StepSize: TypeAlias = float | jax.Array | optax.Schedule
+# Mean of a Gaussian prior: a number, a tree prefix of the parameters, or the start of the chain.
+PriorMean: TypeAlias = optax.Params | Literal["start"]
 # The log density of a prior, a function of the parameters.
 LogPrior: TypeAlias = Callable[[Tree], jax.Array]
+# What a function returns as it gets it, such as a tree of one structure.
+T = TypeVar("T")
 Class = TypeVar("Class", bound=type)
 
 

@@ -6,16 +6,17 @@ the tricks a test of `tests/test_step_cost.py` fails.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile._types import Tree
+from optax_smile._types import T
 
 
-def fence(tree: Tree) -> Tree:
+def fence(tree: T) -> T:
     """Make XLA recompute from the result instead of storing, on the CPU.
 
     Without it `psmile` stores a gradient: 1.12 temporary arrays instead of 0.12.
@@ -25,7 +26,7 @@ def fence(tree: Tree) -> Tree:
     )
 
 
-def second_pass(call: Tree, state: Tree, decision: Tree) -> tuple[Tree, Tree, Tree]:
+def second_pass(call: Any, state: Any, decision: Any) -> tuple[Any, Any, Any]:
     """Separate what `move` of a sampler reads and writes from what `read` and `decide` read."""
     dynamics = state.dynamics
     given = call.updates, call.params, dynamics.momentum, dynamics.preconditioner

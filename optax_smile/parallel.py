@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_smile import _check, _on_host
-from optax_smile._types import Batch, Tree
 
 __all__ = ["init", "over_chains", "place", "place_batch", "step"]
 
@@ -37,7 +36,7 @@ class ChainMesh(_check.Constraint):
         return value
 
 
-def _are_specs(tree: Tree) -> bool:
+def _are_specs(tree: object) -> bool:
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
     return all(isinstance(leaf, PartitionSpec) for leaf in leaves)
 
@@ -61,7 +60,7 @@ def check_mesh(mesh: Mesh | None, num_chains: int = 0):
         _check.fail("mesh", rule, f"an axis of length {mesh.shape[CHAIN]}")
 
 
-def num_chains(tree: Tree, argument: str = "params") -> int:
+def num_chains(tree: object, argument: str = "params") -> int:
     """Return the length of the leading axis that all leaves share, at least one."""
     return np.shape(jax.tree.leaves(STACKED(argument, tree))[0])[0]
 
@@ -79,7 +78,7 @@ _copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
 
 
 @_check.arguments("parallel.place", tree=STACKED, mesh=MESH, specs=SPECS)
-def place(tree: Tree, *, mesh: Mesh | None = None, specs: Tree = None) -> Tree:
+def place(tree: object, *, mesh: Mesh | None = None, specs: object = None) -> Any:
     """Copy a tree to the devices, with the chains spread over the axis `"chain"`.
 
     The copy may be donated.
@@ -98,7 +97,7 @@ def place(tree: Tree, *, mesh: Mesh | None = None, specs: Tree = None) -> Tree:
     return _copy(tree if own is None else jax.tree.map(_put, tree, own))
 
 
-def _shardings(tree: Tree, mesh: Mesh | None, specs: Tree, argument: str = "tree") -> Tree:
+def _shardings(tree: object, mesh: Mesh | None, specs: object, argument: str = "tree") -> Any:
     """Return the shardings of arrays `[chain, ...]`, or of their shapes; None without a mesh."""
     check_mesh(mesh, num_chains(tree, argument))
     if mesh is None:
@@ -125,8 +124,8 @@ def _shardings(tree: Tree, mesh: Mesh | None, specs: Tree, argument: str = "tree
 
 @_check.arguments("parallel.place_batch", batch=_check.Tree(), mesh=MESH)
 def place_batch(
-    batch: Batch, *, mesh: Mesh | None = None, per_chain: bool = False, stacked: bool = False
-) -> Batch:
+    batch: object, *, mesh: Mesh | None = None, per_chain: bool = False, stacked: bool = False
+) -> Any:
     """Put a batch on the devices, with examples sharded over the axis `"data"` if it divides them.
 
     Args:
@@ -194,7 +193,7 @@ def init(
     params: optax.Params,
     *,
     mesh: Mesh | None = None,
-    specs: Tree = None,
+    specs: object = None,
     key: jax.Array | int | None = None,
 ) -> optax.OptState:
     """Initialise the state of every chain, sharded like its parameters.
@@ -272,12 +271,12 @@ def _split_key(key: jax.Array, chains: int, *, mesh: Mesh | None = None) -> jax.
     "parallel.step", function=_check.Function("(carry, batch)"), carry=STACKED, mesh=MESH
 )
 def step(
-    function: Callable[[Carry, Batch], Carry],
+    function: Callable[[Carry, Any], Carry],
     carry: Carry,
     *,
     mesh: Mesh | None = None,
     per_chain: bool = False,
-) -> Callable[[Carry, Batch], Carry]:
+) -> Callable[[Carry, Any], Carry]:
     """Compile the step of one chain for all chains, a function of the carry and a batch.
 
     The carry is donated. Chains on different devices do not communicate.

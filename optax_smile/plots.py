@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check, _trace, metrics
-from optax_smile._types import Options, Tree
+from optax_smile._types import Options
 from optax_smile.draws.snapshots import Snapshots
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> A
 
 
 @_check.arguments("plots.chain_paths", params=FINITE, start=FINITE | None, ax=AXES)
-def chain_paths(params: Tree, *, start: Tree = None, ax: Axes | None = None) -> Axes:
+def chain_paths(params: object, *, start: object = None, ax: Axes | None = None) -> Axes:
     """Plot the paths of the chains in the plane in which the draws vary most.
 
     Overlapping paths explore the same region. Separate clouds are different modes. A path that
@@ -283,7 +283,7 @@ def chain_paths(params: Tree, *, start: Tree = None, ax: Axes | None = None) -> 
     return _with_legend(ax)
 
 
-def _joined(tree: Tree, num_points: int) -> np.ndarray:
+def _joined(tree: object, num_points: int) -> np.ndarray:
     """Return the leaves of a tree as one array `[point, column]`."""
     leaves = [np.asarray(leaf).reshape(num_points, -1) for leaf in jax.tree.leaves(tree)]
     return np.concatenate(leaves, axis=1).astype(float)

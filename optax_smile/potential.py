@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _table, _tree
-from optax_smile._types import LogPrior, Tree
+from optax_smile._types import LogPrior, PriorMean, T
 
 # The prior's mean is the start of the chain.
 START = "start"
@@ -39,7 +39,7 @@ class PerParameter(_check.Constraint):
         """The rule of the numbers."""
         return f"{self.each.rule}, or a tree of such numbers"
 
-    def __call__(self, argument, value, given=_check.NOTHING) -> Tree:
+    def __call__(self, argument, value, given=_check.NOTHING) -> object:
         """Check every leaf, see `_check.Constraint`."""
         leaves = jax.tree.leaves(value)
         if isinstance(value, str) or not leaves and not isinstance(value, Mapping | list | tuple):
@@ -61,9 +61,9 @@ class Potential(NamedTuple):
     """
 
     num_data: float | jax.Array
-    prior_precision: Tree = 1.0
-    temperature: Tree = 1.0
-    prior_mean: Tree = 0.0
+    prior_precision: Any = 1.0
+    temperature: Any = 1.0
+    prior_mean: PriorMean = 0.0
     log_prior: LogPrior | None = None
 
 
@@ -113,7 +113,7 @@ def check_prior(potential: Potential, params: optax.Params):
             _check.fail("log_prior", rule, float(start), "No step from there is accepted.")
 
 
-def _places(tree: Tree) -> str:
+def _places(tree: object) -> str:
     """Name the places of the leaves of a tree."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     return _table.some(jax.tree_util.keystr(path) or "the root" for path in paths) or "no path"
@@ -138,7 +138,7 @@ def with_log_prior(
     return updates, None if value is None else (value - density / number).astype(value.dtype)
 
 
-def centre(potential: Potential, params: optax.Params) -> Tree | None:
+def centre(potential: Potential, params: T) -> T | None:
     """Return a copy of the start of a chain if it is the prior's mean, else None."""
     is_start = isinstance(potential.prior_mean, str)
     return jax.tree.map(lambda x: jnp.array(x, copy=True), params) if is_start else None
@@ -147,7 +147,7 @@ def centre(potential: Potential, params: optax.Params) -> Tree | None:
 def spread(potential: Potential, params: optax.Params) -> Potential:
     """Expand a prior that is not one number to trees of arrays like the parameters."""
 
-    def arrays(prefix: Tree) -> Tree:
+    def arrays(prefix: Any) -> optax.Params:
         if jax.tree_util.all_leaves([prefix]) and jnp.ndim(prefix) == 0:
             return prefix
         full = _spread(prefix, params)
@@ -199,7 +199,7 @@ def cold_temperature(
     return jnp.minimum(allowed, 1) if isinstance(allowed, jax.Array) else min(allowed, 1.0)
 
 
-def _spread(prefix: Tree, params: optax.Params) -> Tree:
+def _spread(prefix: object, params: optax.Params) -> optax.Params:
     """Expand a prefix of the tree: a number or array for every leaf."""
     return jax.tree.map(lambda value, part: jax.tree.map(lambda _: value, part), prefix, params)
 
@@ -247,7 +247,7 @@ def prior_terms(
     return jax.tree.map(leaf, *_prior(potential, params), params, displacement)
 
 
-def energy_change(potential: Potential, loss_change: Tree, prior_change: Tree) -> Tree:
+def energy_change(potential: Potential, loss_change: T, prior_change: T) -> T:
     """Compute the change of U in nats from that of the mean loss and that of the prior's part."""
     return _weight(potential) * loss_change + prior_change
 
@@ -294,12 +294,12 @@ def strength_for(
     return max(total - potential.num_data * curvature / num_parameters, 0.0)
 
 
-def _count(potential: Potential) -> Tree:
+def _count(potential: Potential) -> Any:
     """num_data as a float: the integers of JAX overflow at 2 10^9 tokens."""
     num_data = potential.num_data
     return num_data if isinstance(num_data, jax.Array) else float(num_data)
 
 
-def _weight(potential: Potential) -> Tree:
+def _weight(potential: Potential) -> Any:
     """num_data over the temperature."""
     return _count(potential) / potential.temperature

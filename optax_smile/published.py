@@ -17,10 +17,13 @@ rejected points, see `optax_smile.smile`, and the initial averages.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import optax
 
 from optax_smile import _check
-from optax_smile._types import LogPrior, StepSize, Tree
+from optax_smile._types import LogPrior, PriorMean, StepSize
 from optax_smile.samplers._microcanonical import sampler
 from optax_smile.stages.scale import MovingVariance, Preconditioner
 from optax_smile.stages.step_size import quantile_tuner
@@ -29,7 +32,7 @@ from optax_smile.stages.step_size import quantile_tuner
 REJECT_QUANTILE = 0.98
 
 
-def _published(name: str, preconditioner: Preconditioner, tuned: bool):
+def _published(name: str, preconditioner: Preconditioner[Any], tuned: bool):
     """Make one of the four samplers; `tuned` adds the tuner and the rejection of outliers."""
     fixed = {
         "integrator": "minimal_norm",
@@ -41,11 +44,11 @@ def _published(name: str, preconditioner: Preconditioner, tuned: bool):
         step_size: StepSize,
         *,
         num_data: float | jax.Array,
-        prior_precision: Tree = 1.0,
-        prior_mean: Tree = 0.0,
+        prior_precision: optax.Params = 1.0,
+        prior_mean: PriorMean = 0.0,
         log_prior: LogPrior | None = None,
         temperature: float | jax.Array = 1.0,
-    ) -> Preconditioner:
+    ) -> Preconditioner[Any]:
         return preconditioner
 
     # The name in a run's settings, distinct from that of our own sampler.

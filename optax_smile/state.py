@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.core
@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _paths, _sums, _trace, _tracked, _tree
-from optax_smile._types import Tree, Unchecked, by_identity
+from optax_smile._types import T, by_identity
 
 # Format of the states of all samplers. A state of another format cannot be continued.
 STATE_FORMAT = 13
@@ -105,10 +105,10 @@ def no_update(dtype: jnp.dtype, temperature: float | jax.Array) -> LastUpdate:
     )
 
 
-_UNKNOWN: Unchecked = np.nan
-_NONE: Unchecked = 0
-_YES: Unchecked = True
-_NO: Unchecked = False
+_UNKNOWN: Any = np.nan
+_NONE: Any = 0
+_YES: Any = True
+_NO: Any = False
 
 
 @by_identity
@@ -226,7 +226,7 @@ class SamplerState(Protocol):
         """Scalars that describe the last call, see `optax_smile.stats`."""
         ...
 
-    def last_accepted(self, params: optax.Params) -> Tree:
+    def last_accepted(self, params: T) -> T:
         """Parameters of the last accepted step end, see `optax_smile.last_accepted`."""
         ...
 
@@ -235,7 +235,7 @@ class SamplerState(Protocol):
         ...
 
 
-def find(state: Tree, argument: str = "state") -> SamplerState:
+def find(state: object, argument: str = "state") -> SamplerState:
     """Find the one sampler state inside a larger state, after which nothing may come in a chain.
 
     `argument` is the name of what the user passed.
@@ -268,7 +268,7 @@ def find(state: Tree, argument: str = "state") -> SamplerState:
     return states[0]
 
 
-def check_place(argument: str, state: Tree, params: Tree = None):
+def check_place(argument: str, state: object, params: object = None):
     """Require a sampler that sees leaves of `params` as they are, while the other leaves rest."""
     sampled = getattr(find(state, argument), "like_params", None)
     params, sampled = map(_paths.without_variables, (params, sampled))
@@ -312,7 +312,7 @@ def is_ready(number: object) -> bool:
     return is_concrete(number) and getattr(number, "is_ready", lambda: True)()
 
 
-def _samplers(state: Tree) -> tuple[list[Tree], list[tuple[Tree, ...]]]:
+def _samplers(state: object) -> tuple[list[SamplerState], list[tuple]]:
     """Sampler states inside a state, and plain tuples: the states of `optax.chain` are tuples."""
     chains = []
 
@@ -325,14 +325,14 @@ def _samplers(state: Tree) -> tuple[list[Tree], list[tuple[Tree, ...]]]:
     return [leaf for leaf in leaves if isinstance(leaf, SamplerState)], chains
 
 
-def samplers(state: Tree) -> list[SamplerState]:
+def samplers(state: object) -> list[SamplerState]:
     """Return the sampler states inside a larger state."""
     return _samplers(_paths.without_variables(state))[0]
 
 
 @_check.own_flags
 @_check.called("stats")
-def stats(state: Tree) -> Stats:
+def stats(state: object) -> Stats:
     """Return named scalars that describe the last call of a sampler.
 
     `accepted`, `step_end` and `energy_change` describe the parameters that were passed *in*. The
@@ -361,15 +361,14 @@ def stats(state: Tree) -> Stats:
     statistics, key = sampler.stats(), getattr(sampler, "key", None)
     if np.ndim(statistics.noise_id) == 1 and key is not None and is_ready(key):
         # On the host: the device may be at work on what was called before.
-        raw: Tree = np.asarray(key)
-        ids: Tree = noise_id(raw, raw)
-        _trace.warn_of_equal_keys(ids[:, None])
+        raw: Any = np.asarray(key)
+        _trace.warn_of_equal_keys(np.asarray(noise_id(raw, raw))[:, None])
     return statistics
 
 
 @_check.called("last_accepted")
 @_check.own_flags
-def last_accepted(state: Tree, params: Tree = None) -> Tree:
+def last_accepted(state: object, params: object = None) -> Any:
     """Return the current draw: the last accepted parameters. Store these, not `params`.
 
     The parameters in a loop are a proposal until the next call of `update` accepts them.

@@ -24,7 +24,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from optax_smile import _check, _check_trees, _on_host, _settings, potential
-from optax_smile._types import Batch, Tree
+from optax_smile._types import T
 from optax_smile._warn import warn
 from optax_smile.chains import _checks
 from optax_smile.chains._centers import Center, residual
@@ -95,7 +95,7 @@ def control_variate(loss_fn: Loss, center: Center) -> Loss:
     """
     value_and_grad = _of_batch(loss_fn)
 
-    def reduced(params: Tree, batch: Batch) -> jax.Array:
+    def reduced(params: optax.Params, batch: object) -> jax.Array:
         at = jax.lax.stop_gradient(center)
         loss, gradient = value_and_grad(at.params, batch)
         return loss_fn(params, batch) - residual(loss, gradient, at, params)
@@ -106,7 +106,9 @@ def control_variate(loss_fn: Loss, center: Center) -> Loss:
 @_check.arguments(
     **AT_CENTER, data=_check.Tree("arrays with the examples as first axis, as in a batch")
 )
-def stored(loss_fn: Loss, center: Center, data: Batch) -> tuple[Loss, Batch]:
+def stored(
+    loss_fn: Loss, center: Center, data: T
+) -> tuple[Loss, tuple[T, np.ndarray, optax.Updates]]:
     """Return the loss of `control_variate` with one gradient per call, and data for it.
 
     The losses and gradients of all examples at the centre become columns beside the data.
@@ -138,7 +140,7 @@ def stored(loss_fn: Loss, center: Center, data: Batch) -> tuple[Loss, Batch]:
     if not _checks.num_rows(data, False):
         _check.fail("data", "arrays with the examples as first axis", _check.show(data))
 
-    def of_one(example: Batch) -> tuple[jax.Array, Tree]:
+    def of_one(example: object) -> tuple[jax.Array, optax.Updates]:
         return value_and_grad(center.params, jax.tree.map(lambda x: x[None], example))
 
     compute = jax.jit(functools.partial(jax.lax.map, of_one, batch_size=BLOCK))
@@ -148,7 +150,7 @@ def stored(loss_fn: Loss, center: Center, data: Batch) -> tuple[Loss, Batch]:
         rule = f"the data of the centre, with the mean loss {float(center.loss):.6g}"
         _check.fail("data", rule, f"{mean:.6g}, the mean over single examples")
 
-    def reduced(params: Tree, batch: Batch) -> jax.Array:
+    def reduced(params: optax.Params, batch: tuple) -> jax.Array:
         examples, *columns = batch
         loss, gradient = jax.tree.map(lambda x: jnp.mean(x, axis=0), columns)
         return loss_fn(params, examples) - residual(loss, gradient, center, params)
@@ -160,7 +162,7 @@ def stored(loss_fn: Loss, center: Center, data: Batch) -> tuple[Loss, Batch]:
 def center_at(
     loss_fn: Loss,
     params: optax.Params,
-    batches: Iterable[Batch],
+    batches: Iterable[object],
     sampler: optax.GradientTransformation,
 ) -> Center:
     """Compute the mean loss and gradient of all data at given parameters.
@@ -197,7 +199,7 @@ def center_at(
 def find_mode(
     loss_fn: Loss,
     params: optax.Params,
-    batches: Iterable[Batch],
+    batches: Iterable[object],
     sampler: optax.GradientTransformation,
 ) -> Center:
     """Find the mode of the posterior, for the centre of a control variate.
@@ -229,7 +231,7 @@ def find_mode(
 def search(
     loss_fn: Loss,
     params: optax.Params,
-    batches: Iterable[Batch],
+    batches: Iterable[object],
     sampler: optax.GradientTransformation,
 ) -> tuple[Center, str, bool]:
     """Find a mode, and say what is wrong with it as a centre; "" if it is a good one.
@@ -259,12 +261,12 @@ def search(
             return last.center, *full.judge(last, curvatures, axes)
 
 
-def _of_batch(loss_fn: Loss) -> Callable[[Tree, Batch], tuple[jax.Array, Tree]]:
+def _of_batch(loss_fn: Loss) -> Callable[[object, object], tuple[jax.Array, optax.Updates]]:
     """Return value and gradient of a loss, which must be a scalar."""
 
     # The loss is called later.
     @_check.called(_check.function_name())
-    def checked(params: Tree, batch: Batch) -> jax.Array:
+    def checked(params: object, batch: object) -> jax.Array:
         with _check.calling("loss_fn", ONE):
             loss = loss_fn(params, batch)
         if getattr(loss, "shape", None) != ():
@@ -295,8 +297,8 @@ class _AllData:
     def __init__(
         self,
         loss_fn: Loss,
-        params: Tree,
-        batches: Iterable[Batch],
+        params: optax.Params,
+        batches: Iterable[object],
         sampler: optax.GradientTransformation,
     ):
         self.batches, self.num_passes = batches, 0
@@ -310,10 +312,10 @@ class _AllData:
             posterior = posterior._replace(prior_mean=params)
         self.posterior = posterior
         self.start, self.unravel = ravel_pytree(params)
-        self.few: list[Batch] = []
+        self.few: list[object] = []
         of_batch = _of_batch(loss_fn)
 
-        def flat(params: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        def flat(params: jax.Array, batch: object) -> tuple[jax.Array, jax.Array]:
             loss, gradient = of_batch(self.unravel(params), batch)
             return loss, ravel_pytree(gradient)[0]
 
@@ -355,7 +357,7 @@ class _AllData:
         slope = potential.energy_change(self.posterior, gradient, prior_slope)
         return _Point(place, center, energy, slope)
 
-    def sized(self) -> Iterator[tuple[Batch, int]]:
+    def sized(self) -> Iterator[tuple[object, int]]:
         """Yield the batches of a pass, and their numbers of rows."""
         for batch in self.batches:
             batch = _on_host.as_numeric("batches", batch)

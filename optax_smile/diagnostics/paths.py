@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from optax_smile._types import Tree
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 
@@ -59,7 +58,7 @@ def walk(snapshots: Snapshots | StoredSnapshots, num_weights: int, seed: int) ->
     )
 
 
-def _leaves(tree: Tree) -> Leaves:
+def _leaves(tree: object) -> Leaves:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 

@@ -18,7 +18,6 @@ from jax.typing import DTypeLike
 
 from optax_smile import _check, _disk, _on_host, _paths
 from optax_smile._disk import Json
-from optax_smile._types import Tree
 from optax_smile._version import __version__
 
 FORMAT = 5
@@ -48,7 +47,7 @@ class Leaf(NamedTuple):
     dtype: str
 
 
-def leaves_of(params: Tree, axes: int = 1) -> list[Leaf]:
+def leaves_of(params: object, axes: int = 1) -> list[Leaf]:
     """Describe the leaves of parameters; `axes` counts the axes before those of one chain."""
     leaves = []
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -61,7 +60,7 @@ def leaves_of(params: Tree, axes: int = 1) -> list[Leaf]:
     return leaves
 
 
-def manifest_of(params: Tree, dtype: str | None, settings: Mapping) -> Json:
+def manifest_of(params: object, dtype: str | None, settings: Mapping) -> Json:
     """Make the manifest of a run with stacked parameters, whose draws are rounded to `dtype`."""
     leaves, libraries = leaves_of(params), (jax, optax, np, _disk.import_safetensors())
     if len({leaf.name for leaf in leaves}) < len(leaves):
@@ -226,7 +225,7 @@ class DrawFiles:
         self.thread = concurrent.futures.ThreadPoolExecutor(1)
         self.waiting: collections.deque[concurrent.futures.Future] = collections.deque()
 
-    def write(self, draw: int | str, step: int, params: Tree, stats: Stats) -> list[Block]:
+    def write(self, draw: int | str, step: int, params: object, stats: Stats) -> list[Block]:
         """Write a draw `[chain, ...]`, on any device, with the statistics of this process."""
         blocks: list[Block] = []
         stem, done = START if draw == START else f"draw-{draw:08d}", 0
@@ -247,7 +246,7 @@ class DrawFiles:
             self.wide.add(name)
         return leaf.astype(self.dtype) if is_narrow and _is_rounded(leaf.dtype) else leaf
 
-    def put(self, draw: int, step: int, params: Tree, stats: Stats):
+    def put(self, draw: int, step: int, params: object, stats: Stats):
         """Queue a draw, see `write`; blocks only if the queue is full.
 
         A draw that could not be written raises an error here, in `flush` or in `close`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ import numpy as np
 from jax.scipy.special import entr
 
 from optax_smile import _check
-from optax_smile._types import Batch, Output
 
 # Arguments of the functions of a likelihood.
 FORMS = {"mean": "(outputs)", "variance": "(outputs)", "entropy": "(mean)"}
@@ -54,15 +53,15 @@ class Likelihood(NamedTuple):
         [1.0, 1.0]
     """
 
-    mean: Callable[[Output], Output] | None
-    log_density: Callable[[Output, Batch], jax.Array]
-    entropy: Callable[[Output], jax.Array] | None = None
-    variance: Callable[[Output], jax.Array] | None = None
-    check: Callable[[Output, Batch], None] | None = None
-    has_target: Callable[[Batch], jax.Array] | None = None
+    mean: Callable[[Any], jax.Array] | None
+    log_density: Callable[[Any, Any], jax.Array]
+    entropy: Callable[[Any], jax.Array] | None = None
+    variance: Callable[[Any], jax.Array] | None = None
+    check: Callable[[Any, Any], None] | None = None
+    has_target: Callable[[Any], jax.Array] | None = None
 
 
-def _check_logits(name: str, axes: str, smallest_label: int, outputs: Output, targets: Batch):
+def _check_logits(name: str, axes: str, smallest_label: int, outputs: Any, targets: object):
     """Require logits with these axes, and integer labels that match them."""
     if not hasattr(outputs, "shape") or len(outputs.shape) != axes.count(",") + 1:
         rule = f"a function that returns logits {axes} for {name!r}"
@@ -79,7 +78,7 @@ def _check_logits(name: str, axes: str, smallest_label: int, outputs: Output, ta
         _check.fail("targets", rule, f"{targets.min()} to {targets.max()}")
 
 
-def _check_bernoulli(outputs: Output, targets: Batch):
+def _check_bernoulli(outputs: Any, targets: Any):
     if not hasattr(outputs, "shape"):
         rule = "a function that returns one logit per target for 'bernoulli'"
         _check.fail("apply_fn", rule, _check.show(outputs))
@@ -90,7 +89,7 @@ def _check_bernoulli(outputs: Output, targets: Batch):
             _check.fail("targets", "0 or 1", f"{wrong.flat[0]}")
 
 
-def _check_gaussian(outputs: Output, targets: Batch):
+def _check_gaussian(outputs: Any, targets: object):
     rule = (
         "a function that returns a pair (mean, log_std) for 'gaussian', where log_std is a scalar"
         " or has as many axes as mean and broadcasts to it"
@@ -106,7 +105,7 @@ def _check_gaussian(outputs: Output, targets: Batch):
         _check_real_targets(shapes[0], targets)
 
 
-def _check_real_targets(shape: tuple[int, ...], targets: Batch):
+def _check_real_targets(shape: tuple[int, ...], targets: object):
     """Require targets of the shape of the mean: `[input, 1]` and `[input]` would broadcast."""
     targets = np.asarray(targets)
     if targets.shape != shape:
@@ -133,7 +132,7 @@ def _over_outputs(log_density: jax.Array) -> jax.Array:
     return jnp.sum(log_density, axis=tuple(range(1, log_density.ndim)))
 
 
-def form_of(likelihood: Likelihood, outputs: Output) -> jax.Array:
+def form_of(likelihood: Likelihood, outputs: Any) -> jax.Array:
     """Count what `are_probabilities` needs to know; counts of several calls add up."""
     counted: tuple[jax.Array, ...] = (jnp.ones(1),)
     if likelihood is NAMED["bernoulli"]:

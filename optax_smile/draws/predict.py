@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from optax_smile import _check, _check_trees, parallel
-from optax_smile._types import Batch, Options, Output, Tree
+from optax_smile._types import Options, T
 from optax_smile._warn import warn
 from optax_smile.draws import _checks
 from optax_smile.draws.likelihoods import Likelihood, Name, are_probabilities, form_of
 from optax_smile.draws.prediction import Outcome, Prediction
 
 Per = Literal["chain", "draw"]
-Apply = Callable[[Tree, Batch], Output]
-EntropyOf = Callable[[Tree], jax.Array] | None
-Value = TypeVar("Value")
+Apply = Callable[[Any, Any], object]
+EntropyOf = Callable[[jax.Array], jax.Array] | None
 
 
 @_check.arguments(snapshots=_checks.SNAPSHOTS)
@@ -33,14 +32,14 @@ Value = TypeVar("Value")
 def predict(
     apply_fn: Apply,
     snapshots: Iterable[optax.Params],
-    inputs: Batch,
+    inputs: object,
     *,
     likelihood: Name | Likelihood,
-    targets: Batch = None,
+    targets: object = None,
     batch_size: int | None = None,
     per: Per | None = None,
     mesh: Mesh | None = None,
-    specs: Tree = None,
+    specs: object = None,
 ) -> Prediction:
     """Average the predictions of all snapshots (Bayesian model average).
 
@@ -136,15 +135,15 @@ class Predictor:
     def __init__(
         self,
         apply_fn: Apply,
-        inputs: Batch,
+        inputs: object,
         *,
         likelihood: Name | Likelihood,
-        targets: Batch = None,
+        targets: object = None,
         batch_size: int | None = None,
         num_chains: int | None = None,
         per: Per | None = None,
         mesh: Mesh | None = None,
-        specs: Tree = None,
+        specs: object = None,
     ):
         if per is not None and num_chains is None:
             rule = "None for snapshots without `num_chains`"
@@ -167,7 +166,7 @@ class Predictor:
             self._batches.append(jax.tree.map(jnp.asarray, placed))
         self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._has_target: np.ndarray | None = None
-        self._first: Tree = None
+        self._first: object = None
         # By the number of inputs of a batch.
         self._adds: dict[int, Callable] = {}
         self.restart()
@@ -194,7 +193,7 @@ class Predictor:
     def restart(self) -> None:
         """Discard all snapshots, but keep the compiled programs."""
         self.count: int = 0
-        self._waiting: list[Tree] = []
+        self._waiting: list[object] = []
         self._averages: list[list[Average]] = []
         self._draws: list[Outcome] = []
 
@@ -239,7 +238,7 @@ class Predictor:
         return average._replace(uncertainty=next(kinds, None), each=each)
 
     @_check.called("Predictor")
-    def _require_fit(self, params: Tree):
+    def _require_fit(self, params: object):
         """Require outputs of the model that match likelihood and targets."""
         read, batch = self.likelihood, self._batches[0]
         if read.mean is None and (read.variance is not None or read.entropy is not None):
@@ -320,9 +319,7 @@ class Predictor:
 
         return jax.jit(finish)
 
-    def _outcome(
-        self, params: optax.Params, batch: tuple[Batch, Batch]
-    ) -> tuple[Outcome, jax.Array]:
+    def _outcome(self, params: object, batch: tuple[object, object]) -> tuple[Outcome, jax.Array]:
         """Return the prediction of one snapshot, in full precision, and the form of the outputs."""
         (inputs, targets), read = batch, self.likelihood
         outputs = jax.tree.map(_in_full_precision, self.apply_fn(params, inputs))
@@ -369,7 +366,7 @@ class Predictor:
             self._draws.append(self._concatenate(outcomes, axis=1))
         self._waiting = []
 
-    def _settled(self, result: Value) -> Value:
+    def _settled(self, result: T) -> T:
         """Wait for the result of a program on virtual CPU devices.
 
         These share a few threads, so two programs with communication could deadlock.
@@ -377,7 +374,7 @@ class Predictor:
         on_cpu = self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
         return jax.block_until_ready(result) if on_cpu else result
 
-    def _concatenate(self, parts: Sequence[Tree], axis: int = 0) -> Tree:
+    def _concatenate(self, parts: Sequence[object], axis: int = 0) -> Any:
         """Concatenate predictions along an axis, on the host; the density of padding is NaN."""
         whole = jax.tree.map(lambda *x: np.concatenate([*map(np.asarray, x)], axis), *parts)
         if self._has_target is None or whole is None:
@@ -410,13 +407,13 @@ class Average(NamedTuple):
     """
 
     count: jax.Array
-    mean: Tree
-    variance: Tree
-    entropy: Tree
-    rest: Tree
-    spread: Tree
-    largest: Tree
-    relative: Tree
+    mean: Any
+    variance: Any
+    entropy: Any
+    rest: Any
+    spread: Any
+    largest: Any
+    relative: Any
     invalid: jax.Array
     form: jax.Array
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from optax_smile import _check, _table
-from optax_smile._types import Tree, by_identity
+from optax_smile._types import by_identity
 
 Uncertainty = Literal["entropy", "variance"]
 
@@ -24,10 +24,10 @@ class Outcome(NamedTuple):
         log_density: log likelihood of each target, nats, `[input, ...]`; NaN for padding.
     """
 
-    mean: Tree
-    variance: Tree
-    entropy: Tree
-    log_density: Tree
+    mean: np.ndarray | Any
+    variance: np.ndarray | Any
+    entropy: np.ndarray | Any
+    log_density: np.ndarray | Any
 
     def __repr__(self) -> str:
         return _table.described("Outcome", _shapes(self))
@@ -50,13 +50,13 @@ class Prediction(NamedTuple):
             `[chain, draw, input, ...]`, or of the averages of single chains, `[chain, input, ...]`.
     """
 
-    mean: Tree
-    log_density: Tree
-    total: Tree = None
-    aleatoric: Tree = None
-    epistemic: Tree = None
+    mean: np.ndarray | Any
+    log_density: np.ndarray | Any
+    total: np.ndarray | Any = None
+    aleatoric: np.ndarray | Any = None
+    epistemic: np.ndarray | Any = None
     uncertainty: Uncertainty | None = None
-    each: Tree = None
+    each: Outcome | Any = None
 
     def __repr__(self) -> str:
         rows = _shapes(self._replace(uncertainty=None, each=None))

@@ -10,7 +10,7 @@ import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import SupportsIndex, cast, overload
+from typing import Any, SupportsIndex, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from jax.typing import ArrayLike
 
 from optax_smile import _check, _check_trees, _disk, _paths, _settings, _table, _trace
 from optax_smile._disk import Json
-from optax_smile._types import Tree
 from optax_smile.draws import _checks, _format
 
 # Name and arguments of a sampler.
@@ -67,7 +66,7 @@ class Snapshots:
 
     num_chains: int
     num_draws: int
-    start: Tree
+    start: Any
     interrupted: str | None = None
 
     @_check.arguments(
@@ -79,10 +78,10 @@ class Snapshots:
     )
     def __init__(
         self,
-        params: Tree,
+        params: Any,
         trace: Trace = _check.NOTHING,
         settings: Settings | None = None,
-        start: Tree = None,
+        start: object = None,
     ):
         if start is not None:
             first = jax.eval_shape(lambda: jax.tree.map(lambda x: x[:, 0], params))
@@ -103,7 +102,7 @@ class Snapshots:
     @staticmethod
     @_check.arguments("Snapshots.from_draws", num_chains=_check.Whole(1) | None)
     def from_draws(
-        draws: Tree, trace: Tree | None = None, *, num_chains: int | None = None
+        draws: object, trace: object = None, *, num_chains: int | None = None
     ) -> Snapshots:
         """Make snapshots of copies of the draws that a loop of your own collected.
 
@@ -146,13 +145,13 @@ class Snapshots:
     def __len__(self) -> int:
         return self.num_chains * self.num_draws
 
-    def __iter__(self) -> Iterator[Tree]:
+    def __iter__(self) -> Iterator[Any]:
         return self._pick(range(len(self)))
 
     @overload
-    def __getitem__(self, index: SupportsIndex) -> Tree: ...
+    def __getitem__(self, index: SupportsIndex) -> Any: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Tree]: ...
+    def __getitem__(self, index: slice) -> list[Any]: ...
     @overload
     def __getitem__(self, index: Sequence[int] | np.ndarray) -> Snapshots: ...
     def __getitem__(self, index):
@@ -178,14 +177,14 @@ class Snapshots:
         remedy = "For all draws of one chain, index the arrays [chain, draw, ...] of `params`."
         return f"`{type(self).__name__}[...]` must be {rule}, got {got}. {remedy}"
 
-    def _pick(self, numbers: Iterable[int]) -> Iterator[Tree]:
+    def _pick(self, numbers: Iterable[int]) -> Iterator[Any]:
         """Yield trees by their numbers; consecutive trees of one draw are read together."""
         for draw, group in itertools.groupby(numbers, lambda number: number // self.num_chains):
             leaves = self._read(draw)
             for number in group:
                 yield self._tree([x[number % self.num_chains] for x in leaves])
 
-    def _tree(self, leaves: Sequence[np.ndarray]) -> Tree:
+    def _tree(self, leaves: Sequence[np.ndarray]) -> Any:
         return jax.tree.unflatten(self._structure, leaves)
 
     def __repr__(self) -> str:
@@ -250,7 +249,7 @@ class Snapshots:
             total, free[best] = np.logaddexp(total, bounded[best]), False
         return np.array(chosen)
 
-    def mean(self) -> Tree:
+    def mean(self) -> Any:
         """Average the draws of each chain: one network per chain, as SWA averages weights.
 
         It is a good network if the draws of a chain stay near one mode, such as those with a prior
@@ -301,7 +300,7 @@ class StoredSnapshots(Snapshots):
     `Snapshots`; before the first draw, `trace` and `params` raise a ValueError.
     """
 
-    def __init__(self, directory: Path, manifest: Json, structure: Tree, flat: bool):
+    def __init__(self, directory: Path, manifest: Json, structure: object, flat: bool):
         # Draws are read later, when the working directory may have changed.
         self.directory: Path = directory.absolute()
         self.manifest: Json = manifest
@@ -317,7 +316,7 @@ class StoredSnapshots(Snapshots):
         return len(self.draws)
 
     @property
-    def params(self) -> Tree:
+    def params(self) -> Any:
         """All draws in memory, a tree of arrays `[chain, draw, ...]`."""
         self._require_draws("params")
         read = map(self._read, range(self.num_draws))
@@ -325,7 +324,7 @@ class StoredSnapshots(Snapshots):
 
     @functools.cached_property
     @_check.called("load_snapshots")
-    def start(self) -> Tree:
+    def start(self) -> Any:
         """Initial parameters of the chains, a tree of arrays `[chain, ...]`."""
         blocks = _format.find(self.directory, self.num_chains).get(_format.START)
         if not blocks:
@@ -369,7 +368,7 @@ class StoredSnapshots(Snapshots):
     def _read(self, draw: int) -> list[np.ndarray]:
         return _format.read_chains(self.draws[draw], self._leaves, self.num_chains)
 
-    def _tree(self, leaves: Sequence[np.ndarray]) -> Tree:
+    def _tree(self, leaves: Sequence[np.ndarray]) -> Any:
         if self._flat:
             return {leaf.name: x for leaf, x in zip(self._leaves, leaves, strict=True)}
         if self._structure is not None:
@@ -380,7 +379,7 @@ class StoredSnapshots(Snapshots):
         return {"folder": str(self.directory)}
 
 
-def _nest(leaves: list[tuple[list[list[str | int]], np.ndarray]]) -> Tree:
+def _nest(leaves: list[tuple[list[list[str | int]], np.ndarray]]) -> object:
     """Rebuild nested dicts and lists from paths."""
     if len(leaves) == 1 and not leaves[0][0]:
         return leaves[0][1]
@@ -394,7 +393,7 @@ def _nest(leaves: list[tuple[list[list[str | int]], np.ndarray]]) -> Tree:
 
 @_check.arguments(directory=_check.PathLike(), like=_check.Tree())
 def load_snapshots(
-    directory: str | os.PathLike[str], *, like: Tree = None, flat: bool = False
+    directory: str | os.PathLike[str], *, like: Any = None, flat: bool = False
 ) -> StoredSnapshots:
     """Open the draws that `sample(directory=...)` or `recorded` wrote, or is still writing.
 
@@ -444,9 +443,9 @@ def load_snapshots(
     return StoredSnapshots(directory, manifest, structure, flat)
 
 
-def _stacked(argument: str, trees: Tree, num_chains: int | None) -> Tree:
+def _stacked(argument: str, trees: Any, num_chains: int | None) -> Any:
     """Stack trees, or a tree of arrays `[draw, ...]`, to arrays `[chain, draw, ...]`."""
-    rows: list[Tree] = []
+    rows: list[object] = []
     if not _checks.is_list(trees):
         _check.Tree(axes="[draw, ...]", keys=False, traced=False)(argument, trees)
         leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, trees))

@@ -9,7 +9,7 @@ import jax
 import optax
 
 from optax_smile import _check, _on_host
-from optax_smile._types import Batch, Options
+from optax_smile._types import Options
 from optax_smile.local.precision import curvature_precision
 from optax_smile.potential import cold_temperature
 from optax_smile.samplers.smile import psmile
@@ -33,7 +33,7 @@ MUON_RATE, MUON_DECAY = 8e-3, 0.02
 def network_candidates(
     loss_fn: Callable[..., jax.Array],
     params: optax.Params,
-    batches: Iterable[Batch],
+    batches: Iterable[object],
     optimizer: optax.GradientTransformation,
     *,
     num_data: float,

@@ -14,7 +14,6 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _on_host, _tree
-from optax_smile._types import Batch, Tree
 from optax_smile.chains._checks import check_list, curvature
 from optax_smile.potential import Potential, strength_for
 
@@ -39,7 +38,7 @@ MOST_BATCHES = 20
 def curvature_precision(
     loss_fn: Callable[..., jax.Array],
     params: optax.Params,
-    batches: Iterable[Batch],
+    batches: Iterable[object],
     *,
     num_data: float,
     allowed: float = 0.03,
@@ -120,8 +119,8 @@ def curvature_precision(
     out_axis=_check.Where("0 or -1", lambda axis: type(axis) is int and axis in (0, -1)),
 )
 def fan_in_precision(
-    params: optax.Params, *, scale: float = 1.0, out_axis: Literal[0, -1] = -1
-) -> Tree:
+    params: object, *, scale: float = 1.0, out_axis: Literal[0, -1] = -1
+) -> optax.Params:
     """Compute the prior precisions that match fan-in initialisation of the weights.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,29 @@ import numpy as np
 import optax
 
 from optax_smile import _check
-from optax_smile._types import Tree
+from optax_smile._types import T
 from optax_smile.stages import probe, rejection
 from optax_smile.state import LastUpdate, Stats, is_concrete, noise_id
 
 
-class ChainState(NamedTuple):
+class DynamicsState(Protocol):
+    """How a chain moves: what a family of samplers adds to `ChainState`."""
+
+    @property
+    def like_params(self) -> optax.Params: ...
+
+    @property
+    def gradients_per_step(self) -> int: ...
+
+    def stats(self) -> dict[str, jax.Array]: ...
+
+    def last_accepted(self, params: T) -> T: ...
+
+
+D = TypeVar("D", bound=DynamicsState)
+
+
+class ChainState(NamedTuple, Generic[D]):
     """What a sampler remembers of its calls.
 
     Attributes:
@@ -29,7 +46,7 @@ class ChainState(NamedTuple):
         state_format: `state.STATE_FORMAT` of the version that made the state, int32.
     """
 
-    dynamics: Tree
+    dynamics: D
     guardrail: rejection.GuardrailState
     probe: probe.ProbeState
     prior_centre: optax.Params | None
@@ -40,7 +57,7 @@ class ChainState(NamedTuple):
     state_format: jax.Array
 
     @property
-    def like_params(self) -> Tree:
+    def like_params(self) -> optax.Params:
         """A tree like the leaves that move, with None for the others."""
         return self.dynamics.like_params
 
@@ -55,7 +72,7 @@ class ChainState(NamedTuple):
         # Those of one chain.
         sizes = [math.prod(x.shape[number.ndim :]) for x in jax.tree.leaves(self.like_params)]
         array = jnp if isinstance(number, jax.Array) else np
-        size: Tree = array.full_like(number, min(sum(sizes), _check.LARGEST_WHOLE))
+        size: Any = array.full_like(number, min(sum(sizes), _check.LARGEST_WHOLE))
         return Stats.of(
             num_rejected=self.guardrail.num_rejected,
             num_nonfinite=self.guardrail.num_nonfinite,
@@ -67,7 +84,7 @@ class ChainState(NamedTuple):
             **self.dynamics.stats(),
         )
 
-    def last_accepted(self, params: optax.Params) -> Tree:
+    def last_accepted(self, params: T) -> T:
         """See `state.SamplerState`."""
         if is_concrete(self.has_lost_leaf) and self.has_lost_leaf:
             rule = "a state whose calls of `update` all had gradients for the same leaves"

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _noise, _paths, _sums, _tree, potential
-from optax_smile._types import Options, Tree
+from optax_smile._types import Options, T
 from optax_smile.samplers import _transformation
 from optax_smile.samplers._chain import ChainState
 from optax_smile.samplers._transformation import Arguments, Call, Dynamics, Maker
@@ -44,7 +44,10 @@ class Move(NamedTuple):
     noise: optax.Updates
 
 
-class Rule(NamedTuple):
+Memory = TypeVar("Memory")
+
+
+class Rule(NamedTuple, Generic[Memory]):
     """A sampler: memory from parameters, displacement and memory from a `Move`, both pure.
 
     Attributes:
@@ -55,8 +58,8 @@ class Rule(NamedTuple):
         step_size: a schedule in place of the argument of the sampler; None keeps it.
     """
 
-    move: Callable[[Tree, Move], tuple[optax.Updates, Tree]]
-    init: Callable[[Tree], Tree] = lambda params: None
+    move: Callable[[Memory, Move], tuple[optax.Updates, Memory]]
+    init: Callable[[optax.Params], Memory | None] = lambda params: None
     is_draw: Callable[[jax.Array], jax.Array] = lambda count: jnp.ones_like(count, bool)
     step_size: optax.Schedule | None = None
 
@@ -72,7 +75,7 @@ class LangevinState(NamedTuple):
         step_size_factor: factor of the user's step size, scalar.
     """
 
-    memory: Tree
+    memory: object
     displacement: optax.Updates
     step_length: jax.Array
     step_size_factor: jax.Array
@@ -80,15 +83,15 @@ class LangevinState(NamedTuple):
     gradients_per_step = 1
 
     @property
-    def like_params(self) -> Tree:
+    def like_params(self) -> optax.Params:
         """A tree like the parameters."""
         return self.displacement
 
-    def stats(self) -> Options:
+    def stats(self) -> dict[str, jax.Array]:
         """Return what only the dynamics know of `Stats`."""
         return {"step_size": self.step_length}
 
-    def last_accepted(self, params: optax.Params) -> Tree:
+    def last_accepted(self, params: T) -> T:
         """Start of the open step."""
         return _paths.map_sampled(lambda move, x: x - move, self.displacement, params)
 
@@ -114,10 +117,10 @@ def inverse(roots: optax.Updates, smallest: float | jax.Array) -> optax.Updates:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Langevin(Dynamics):
+class Langevin(Dynamics[LangevinState]):
     """Move by a rule."""
 
-    rule: Rule
+    rule: Rule[Any]
 
     def begin(self, params: optax.Params) -> LangevinState:
         """Start at rest."""
@@ -130,7 +133,9 @@ class Langevin(Dynamics):
             step_size_factor=jnp.ones((), dtype),
         )
 
-    def process(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
+    def process(
+        self, call: Call, state: ChainState[LangevinState]
+    ) -> tuple[optax.Updates, ChainState[LangevinState]]:
         """Reject a step that ends in a non-finite number, else move by the rule."""
         before, last, params = state.dynamics, state.last_update, call.params
         gradient = potential.gradient(call.posterior, call.updates, params)
@@ -188,7 +193,7 @@ class Langevin(Dynamics):
         )
 
 
-def _assemble(name: str, rule: Rule, arguments: Options) -> Langevin:
+def _assemble(name: str, rule: Rule[Any], arguments: Options) -> Langevin:
     return Langevin(
         name=name,
         posterior=_transformation.posterior_of(arguments),
@@ -201,6 +206,6 @@ def _assemble(name: str, rule: Rule, arguments: Options) -> Langevin:
 
 def sampler(
     **constraints: _check.Constraint,
-) -> Callable[[Callable[Arguments, Rule]], Maker[Arguments]]:
+) -> Callable[[Callable[Arguments, Rule[Any]]], Maker[Arguments]]:
     """Make a sampler of a function that returns its rule."""
     return _transformation.sampler(_assemble, constraints)

@@ -6,6 +6,8 @@ call do not move: from then on the state has None in their place, as that of `op
 gradient that is missing in a later call is an error; a compiled call sets `has_lost_leaf`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,14 +15,14 @@ import optax
 
 from optax_smile import _check, _check_trees, _tree
 from optax_smile._packed import State
-from optax_smile._types import Tree, Unchecked
-from optax_smile.samplers._chain import ChainState
+from optax_smile._types import T
+from optax_smile.samplers._chain import ChainState, D
 from optax_smile.state import is_concrete
 
 OF_INIT = "the one given to init"
 
 
-def candidates(params: Unchecked) -> Tree:
+def candidates(params: object) -> optax.Params:
     """Return the leaves that a sampler may move, with None for the others; require some."""
     floating = jax.tree.map(lambda x: _tree.strong(x) if _tree.is_floating(x) else None, params)
     others = jax.tree_util.tree_leaves_with_path(params)
@@ -36,7 +38,7 @@ def candidates(params: Unchecked) -> Tree:
 
 
 def select(
-    updates: Unchecked, params: Unchecked, state: State
+    updates: optax.Updates, params: optax.Params, state: State[ChainState[Any]]
 ) -> tuple[optax.Updates, optax.Params]:
     """Take the leaves that move, and require gradients and parameters that fit the state.
 
@@ -64,7 +66,7 @@ def select(
     return sampled, params
 
 
-def _has_begun(state: State) -> bool:
+def _has_begun(state: State[ChainState[Any]]) -> bool:
     """Whether there was a call, as far as it is known: not inside compiled functions."""
     number = state.unpack().last_update.num_gradients
     return is_concrete(number) and bool(np.any(np.asarray(number) > 0))
@@ -73,7 +75,7 @@ def _has_begun(state: State) -> bool:
 def put_back(displacement: optax.Updates, updates: optax.Updates) -> optax.Updates:
     """Make a displacement a tree like the gradients that the loop passed."""
 
-    def leaf(move: Tree, gradient: Tree) -> Tree:
+    def leaf(move: object, gradient: Any) -> object:
         if move is not None or gradient is None:
             return move
         # Integers have gradients without a type; adding False changes nothing.
@@ -82,11 +84,11 @@ def put_back(displacement: optax.Updates, updates: optax.Updates) -> optax.Updat
     return jax.tree.map(leaf, displacement, updates, is_leaf=_is_none)
 
 
-def narrowed(state: ChainState, fresh: ChainState) -> ChainState:
+def narrowed(state: ChainState[D], fresh: ChainState[D]) -> ChainState[D]:
     """Replace arrays of a fresh state of fewer leaves by those of a state, by path and shape."""
     arrays = dict(jax.tree_util.tree_leaves_with_path(state))
 
-    def leaf(path: Tree, new: jax.Array) -> jax.Array:
+    def leaf(path: tuple, new: jax.Array) -> jax.Array:
         old = arrays.get(path, new)
         return old if jnp.shape(old) == jnp.shape(new) else new
 
@@ -95,12 +97,12 @@ def narrowed(state: ChainState, fresh: ChainState) -> ChainState:
     return after._replace(has_lost_leaf=lost)
 
 
-def only(tree: Tree, other: Tree) -> Tree:
+def only(tree: T, other: object) -> T:
     """Put None in the place of leaves where another tree has None."""
     return jax.tree.map(lambda x, y: None if y is None else x, tree, other, is_leaf=_is_none)
 
 
-def _place(path: Tree) -> str:
+def _place(path: tuple) -> str:
     """Name the place of a leaf."""
     return jax.tree_util.keystr(path) or "the only leaf"
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _noise, _tree, _xla, potential
-from optax_smile._types import Options, Tree
+from optax_smile._places import Places
+from optax_smile._sums import Sketch
+from optax_smile._types import Options, T
 from optax_smile._warn import warn
 from optax_smile.samplers import _transformation
 from optax_smile.samplers._chain import ChainState
@@ -32,9 +34,9 @@ from optax_smile.stages.integrator import (
     Norm,
     step_start,
 )
-from optax_smile.stages.scale import Preconditioner
+from optax_smile.stages.scale import Preconditioner, ScaleState
 from optax_smile.stages.spectral import Spectral
-from optax_smile.stages.step_size import Tuner, choose
+from optax_smile.stages.step_size import Tuner, TunerState, choose
 
 NormName = Literal["euclidean", "spectral"]
 CONSTRAINTS = {
@@ -51,17 +53,16 @@ CONSTRAINTS = {
 class MicrocanonicalState(NamedTuple):
     """State of the dynamics of `smile`, `psmile` and `mclmc`.
 
-    The state of the preconditioner is None for a scale of one; that of the tuner has a field
-    `step_size_factor`.
+    The state of the preconditioner is None for a scale of one.
     """
 
-    preconditioner: Tree
+    preconditioner: ScaleState | None
     momentum: MomentumState
-    tuner: Tree
+    tuner: TunerState
     evidence: EvidenceState
 
     @property
-    def like_params(self) -> Tree:
+    def like_params(self) -> optax.Params:
         """A tree like the parameters."""
         return self.momentum.direction
 
@@ -70,7 +71,7 @@ class MicrocanonicalState(NamedTuple):
         """Gradients, and calls of `update`, per step."""
         return 1 if self.momentum.anchor is None else 2
 
-    def stats(self) -> Options:
+    def stats(self) -> dict[str, jax.Array]:
         """Return what only the dynamics know of `Stats`."""
         history, matrix = self.evidence, getattr(self.preconditioner, "matrix", None)
         width = {}
@@ -86,7 +87,7 @@ class MicrocanonicalState(NamedTuple):
             "on_its_way": history.descent.on_its_way,
         }
 
-    def last_accepted(self, params: optax.Params) -> Tree:
+    def last_accepted(self, params: T) -> T:
         """Start of the open step."""
         return step_start(self.momentum, params, scale.inverse_of(self.preconditioner))
 
@@ -100,7 +101,7 @@ class Reading(NamedTuple):
     """
 
     sums: evidence.Sums
-    sketch: Tree
+    sketch: Sketch
     fingerprint: jax.Array
     arrived: list[jax.Array]
     moved: list[jax.Array]
@@ -108,6 +109,9 @@ class Reading(NamedTuple):
     key: jax.Array | None
     heading: Heading
     end: evidence.StepEnd
+
+
+State = ChainState[MicrocanonicalState]
 
 
 class Decision(NamedTuple):
@@ -119,17 +123,17 @@ class Decision(NamedTuple):
     reject: jax.Array
     heading: Heading
     weight: evidence.GradientWeight
-    state: ChainState
+    state: State
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Microcanonical(Dynamics):
+class Microcanonical(Dynamics[MicrocanonicalState]):
     """Move at constant speed, turned by gradients."""
 
-    preconditioner: Preconditioner
+    preconditioner: Preconditioner[Any]
     momentum: Momentum
     reject_quantile: float | None
-    tuner: Tuner
+    tuner: Tuner[Any]
 
     def begin(self, params: optax.Params) -> MicrocanonicalState:
         """Start at rest, without any calls."""
@@ -142,7 +146,7 @@ class Microcanonical(Dynamics):
             evidence=evidence.init(params),
         )
 
-    def is_elementwise(self, state: ChainState) -> bool:
+    def is_elementwise(self, state: State) -> bool:
         """See `Dynamics`."""
         scaling = self.preconditioner
         if not (scaling.is_elementwise or type(scaling) is Preconditioner):
@@ -150,7 +154,7 @@ class Microcanonical(Dynamics):
         inverse_scale = scale.inverse_of(state.dynamics.preconditioner)
         return self.momentum.norm.is_elementwise and not isinstance(inverse_scale, _tree.Matrix)
 
-    def process(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
+    def process(self, call: Call, state: State) -> tuple[optax.Updates, State]:
         """Read, decide and move."""
         if call.value is None and (self.tuner.uses_energy or self.reject_quantile is not None):
             warn(
@@ -163,7 +167,7 @@ class Microcanonical(Dynamics):
         call, state, decision = _xla.second_pass(call, state, decision)
         return self.move(call, state, reading.noise, decision)
 
-    def read(self, call: Call, state: ChainState) -> Reading:
+    def read(self, call: Call, state: State) -> Reading:
         """Read what the decision needs, all sums in one pass over memory, and close the step."""
         before, scaling = state.dynamics.momentum, state.dynamics.preconditioner
         posterior, updates, passed, params, _, _, places = call
@@ -203,16 +207,17 @@ class Microcanonical(Dynamics):
         arrived, moved = probe.entries(params, places), self._moved(before, inverse_scale, places)
         return Reading(sums, sketch, fingerprint, arrived, moved, noise, key, heading, end)
 
-    def _moved(self, before: MomentumState, inverse_scale: Tree, places: Tree) -> list[jax.Array]:
+    def _moved(
+        self, before: MomentumState, inverse_scale: _tree.Scale, places: Places
+    ) -> list[jax.Array]:
         """How far the last drift moved the entries that `probe` compares; XLA stores no drift."""
         if isinstance(inverse_scale, _tree.Matrix):
             return probe.entries(self.momentum.last_drift(before, inverse_scale), places)
         few = before._replace(direction=probe.entries(before.direction, places))
         few_scales = None if inverse_scale is None else probe.entries(inverse_scale, places)
-        moved: Tree = self.momentum.last_drift(few, few_scales)
-        return moved
+        return jax.tree.leaves(self.momentum.last_drift(few, few_scales))
 
-    def decide(self, call: Call, state: ChainState, reading: Reading) -> Decision:
+    def decide(self, call: Call, state: State, reading: Reading) -> Decision:
         """Accept or reject the step that ends, and choose the next; of the trees sketches alone."""
         momentum, sums, posterior = self.momentum, reading.sums, call.posterior
         before, history, end = state.dynamics.momentum, state.dynamics.evidence, reading.end
@@ -271,8 +276,8 @@ class Microcanonical(Dynamics):
         return Decision(reject, heading, measured.weight, state)
 
     def move(
-        self, call: Call, state: ChainState, noise: optax.Updates | None, decision: Decision
-    ) -> tuple[optax.Updates, ChainState]:
+        self, call: Call, state: State, noise: optax.Updates | None, decision: Decision
+    ) -> tuple[optax.Updates, State]:
         """Write every array in a second pass, in which the gradient is computed again.
 
         A rejected call returns to where its step began.
@@ -295,7 +300,7 @@ class Microcanonical(Dynamics):
         return displacement, decision.state._replace(dynamics=dynamics)
 
 
-def _assemble(name: str, preconditioner: Preconditioner, arguments: Options) -> Microcanonical:
+def _assemble(name: str, preconditioner: Preconditioner[Any], arguments: Options) -> Microcanonical:
     momentum = _momentum(preconditioner, arguments)
     length, step_size = momentum.decoherence_length, arguments["step_size"]
     purpose = "because `decoherence_length` is not None"
@@ -314,7 +319,7 @@ def _assemble(name: str, preconditioner: Preconditioner, arguments: Options) -> 
     )
 
 
-def _momentum(preconditioner: Preconditioner, arguments: Options) -> Momentum:
+def _momentum(preconditioner: Preconditioner[Any], arguments: Options) -> Momentum:
     scheme, length = SCHEMES[arguments["integrator"]], arguments.get("decoherence_length")
     norm, matrices = arguments.get("norm", "euclidean"), arguments.get("matrices")
     if matrices is not None and norm != "spectral":
@@ -333,6 +338,6 @@ def _momentum(preconditioner: Preconditioner, arguments: Options) -> Momentum:
 
 def sampler(
     fixed: Mapping[str, object] = _check.NOTHING, **constraints: _check.Constraint
-) -> Callable[[Callable[Arguments, Preconditioner]], Maker[Arguments]]:
+) -> Callable[[Callable[Arguments, Preconditioner[Any]]], Maker[Arguments]]:
     """Make a sampler of a function that returns its preconditioner."""
     return _transformation.sampler(_assemble, CONSTRAINTS | constraints, fixed)

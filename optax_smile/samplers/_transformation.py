@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, ParamSpec
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.core
@@ -19,15 +19,16 @@ import optax
 
 from optax_smile import _check, _check_trees, _joined, _places, _settings, _tree, potential
 from optax_smile._packed import State, pack
-from optax_smile._types import Options, StepSize, Tree, Unchecked
+from optax_smile._types import Options, StepSize
 from optax_smile.potential import PerParameter, Potential
 from optax_smile.samplers import _leaves
-from optax_smile.samplers._chain import ChainState
+from optax_smile.samplers._chain import ChainState, D
 from optax_smile.stages import probe, rejection
 from optax_smile.state import STATE_FORMAT, check_format, no_update
 
 Arguments = ParamSpec("Arguments")
-Definition = Callable[Arguments, object]
+Particular = TypeVar("Particular")
+Definition = Callable[Arguments, Particular]
 Maker = Callable[Arguments, optax.GradientTransformationExtraArgs]
 # Constraints of the arguments that define the posterior.
 POSTERIOR: dict[str, _check.Constraint] = {
@@ -45,10 +46,10 @@ MISNAMED = ("losses", "loss_value", "mean_loss", "val", "values")
 
 
 def sampler(
-    assemble: Callable[[str, Tree, Options], Dynamics],
+    assemble: Callable[[str, Particular, Options], Dynamics[Any]],
     constraints: Mapping[str, _check.Constraint],
     fixed: Mapping[str, object] = _check.NOTHING,
-) -> Callable[[Definition[Arguments]], Maker[Arguments]]:
+) -> Callable[[Definition[Arguments, Particular]], Maker[Arguments]]:
     """Turn the definition of a sampler into the function that users call.
 
     The definition is a function with the arguments and the docstring of the sampler. It returns
@@ -57,14 +58,14 @@ def sampler(
     of `SHARED`; `fixed` are arguments that the definition does not have.
     """
 
-    def decorate(define: Definition[Arguments]) -> Maker[Arguments]:
+    def decorate(define: Definition[Arguments, Particular]) -> Maker[Arguments]:
         name, signature = define.__name__, inspect.signature(define)
         rules = {**SHARED, **constraints}
         rules = {argument: rules[argument] for argument in signature.parameters}
 
         @_check.arguments(name, **rules)
         @functools.wraps(define)
-        def build(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Dynamics:
+        def build(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Dynamics[Any]:
             # First, so that Python's own errors about missing arguments name the function.
             particular = define(*args, **kwargs)
             return assemble(name, particular, {**fixed, **_bound(signature, args, kwargs)})
@@ -77,7 +78,7 @@ def sampler(
 
             @_check.own_flags
             @_check.called(f"{name}.init")
-            def init(params: optax.Params) -> Tree:
+            def init(params: optax.Params) -> State[Any]:
                 return dynamics.init(_leaves.candidates(params))
 
             settings = {"name": name, **fixed, **given, **dynamics.chosen}
@@ -102,13 +103,13 @@ def _bound(signature: inspect.Signature, args: tuple, kwargs: Options) -> Option
     return dict(bound.arguments)
 
 
-def _compiled(update: Callable, arguments: Options) -> Callable:
+def _compiled(update: Callable, arguments: Mapping[str, object]) -> Callable:
     """Compile `update` where a loop calls it outside of `jax.jit`.
 
     Not inside `optax.inject_hyperparams`, which passes arrays and builds a sampler in every call.
     """
 
-    def is_injected(leaf: Unchecked) -> bool:
+    def is_injected(leaf: Any) -> bool:
         is_array = isinstance(leaf, jax.Array) and leaf.ndim == 0
         return is_array and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -116,27 +117,27 @@ def _compiled(update: Callable, arguments: Options) -> Callable:
         return update
     program = jax.jit(update)
 
-    def run(*given: Tree) -> Tree:
+    def run(*given: object) -> object:
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given))
         return update(*given) if is_traced else program(*given)
 
     return run
 
 
-def _update(dynamics: Dynamics, run: Callable) -> Callable:
+def _update(dynamics: Dynamics[Any], run: Callable) -> Callable:
     """Make the `update` that a loop calls: check its arguments, then run the call."""
     name = f"{dynamics.name}.update"
 
     @_check.called(name)
     def update(
         updates: optax.Updates,
-        state: Tree,
+        state: object,
         params: optax.Params | None = None,
         *,
-        value: Unchecked = None,
-        loss: Unchecked = None,
-        reject: Unchecked = None,
-        **others: Unchecked,
+        value: object = None,
+        loss: object = None,
+        reject: Any = None,
+        **others: object,
     ) -> tuple[optax.Updates, State]:
         if params is None:
             raise ValueError(_check_trees.MISSING_PARAMS)
@@ -173,11 +174,11 @@ class Call(NamedTuple):
     params: optax.Params
     value: jax.Array | None
     reject: jax.Array | None
-    places: Tree
+    places: _places.Places
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Dynamics:
+class Dynamics(Generic[D]):
     """A sampler. The families implement `begin` and `process`.
 
     Attributes:
@@ -194,26 +195,27 @@ class Dynamics:
     step_size: optax.Schedule
     seed: jax.Array | None
     is_draw: Callable[[jax.Array], jax.Array] = lambda count: jnp.ones_like(count, bool)
-    chosen: Options = field(default_factory=dict)
+    chosen: Mapping[str, object] = field(default_factory=dict)
 
-    def begin(self, params: optax.Params) -> Tree:
+    def begin(self, params: optax.Params) -> D:
         """Return the state of the dynamics before the first call."""
         raise NotImplementedError
 
-    def is_elementwise(self, state: ChainState) -> bool:
+    def is_elementwise(self, state: ChainState[D]) -> bool:
         """Return whether `process` does the same to each entry, wherever it lies in the tree."""
         return False
 
-    def process(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
+    def process(self, call: Call, state: ChainState[D]) -> tuple[optax.Updates, ChainState[D]]:
         """Return the displacement and the state after a call.
 
         In `state`, `prior_centre` is None. The caller restores it in the result.
         """
         raise NotImplementedError
 
-    def init(self, params: optax.Params) -> State:
+    def init(self, params: optax.Params) -> State[ChainState[D]]:
         """Return the state before the first call, of floating leaves only."""
-        return pack(self._init(params))
+        state = self._init(params)
+        return pack(state, state.like_params)
 
     def _init(self, params: optax.Params) -> ChainState:
         with _check.called(self.name):
@@ -235,11 +237,11 @@ class Dynamics:
     def update(
         self,
         updates: optax.Updates,
-        packed: State,
+        packed: State[ChainState[D]],
         params: optax.Params,
-        value: Tree,
+        value: jax.Array | None,
         reject: jax.Array | None = None,
-    ) -> tuple[optax.Updates, State]:
+    ) -> tuple[optax.Updates, State[ChainState[D]]]:
         """One call, on trees of arrays: gradients and parameters have None for leaves at rest."""
         known = packed.like_params
         expected = jax.eval_shape(self.init, known)
@@ -263,7 +265,7 @@ class Dynamics:
         # A float64 argument does not widen the state.
         return displacement, packed.pack(after._replace(prior_centre=state.prior_centre))
 
-    def split(self, data: jax.Array | None) -> tuple[jax.Array | None, Tree]:
+    def split(self, data: jax.Array | None) -> tuple[jax.Array | None, Any]:
         """Split the key of a state: the next one, and a typed key for the noise of this call."""
         if data is None or self.seed is None:
             return None, None
@@ -288,7 +290,7 @@ def posterior_of(arguments: Options) -> Potential:
     return posterior
 
 
-def mean_loss(value: Unchecked, loss: Unchecked, others: Mapping[str, object]) -> Tree:
+def mean_loss(value: Any, loss: Any, others: Mapping[str, object]) -> Any:
     """Require one scalar mean loss, under one of its two names, or none; `others` are keywords."""
     if value is not None and loss is not None:
         advice = "Both are the mean loss: pass it once."
@@ -314,7 +316,7 @@ def schedule(step_size: StepSize) -> optax.Schedule:
 
     # It is called later.
     @_check.called(_check.function_name())
-    def size(count: Tree) -> Tree:
+    def size(count: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
         number = step_size(count)
         is_number = _check.is_real(getattr(number, "dtype", type(number))) and np.ndim(number) == 0
         if not is_number or isinstance(number, bool):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 import jax.core
 import jax.numpy as jnp
+import optax
 
 from optax_smile import _check
-from optax_smile._types import LogPrior, StepSize, Tree
+from optax_smile._types import LogPrior, PriorMean, StepSize
 from optax_smile.samplers import _langevin, _transformation
 from optax_smile.samplers._langevin import Move, Rule
 
@@ -26,15 +27,15 @@ def cyclical_sgld(
     step_size: StepSize,
     *,
     num_data: float | jax.Array,
-    prior_precision: Tree = 1.0,
-    prior_mean: Tree = 0.0,
+    prior_precision: optax.Params = 1.0,
+    prior_mean: PriorMean = 0.0,
     log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     total_steps: int = TOTAL_STEPS,
     num_cycles: int = NUM_CYCLES,
     exploration: float = EXPLORATION,
     key: jax.Array | int | None = None,
-) -> Rule:
+) -> Rule[None]:
     """Sample like `sgld` in cycles, each of which begins with a search for a new mode.
 
         eps_k = eps / 2 (1 + cos(pi r)),  r = (k mod K) / K,  K = ceil(total_steps / num_cycles)
@@ -75,13 +76,13 @@ def cyclical_sgld(
         in_cycle = jnp.asarray(count) % cycle_length + 0.01
         return (in_cycle >= exploration * cycle_length) & (count >= 0)
 
-    def size(count: Tree) -> Tree:
+    def size(count: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
         largest = schedule(count)
         place = (jnp.asarray(count) % cycle_length) / cycle_length
         # (1 + cos(pi r)) / 2, which would lose its digits at the end of a cycle.
         return largest * jnp.cos(jnp.pi / 2 * place) ** 2
 
-    def move(memory: None, call: Move):
+    def move(memory: None, call: Move) -> tuple[optax.Updates, None]:
         amplitude = jnp.where(is_draw(call.num_steps), jnp.sqrt(2 * call.step_size), 0)
         return _langevin.euler_step(call, amplitude), memory
 

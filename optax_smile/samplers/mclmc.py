@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import optax
 
 from optax_smile import _check
-from optax_smile._types import LogPrior, StepSize, Tree
+from optax_smile._types import LogPrior, PriorMean, StepSize
 from optax_smile.samplers._microcanonical import sampler
 from optax_smile.stages.integrator import IntegratorName
 from optax_smile.stages.scale import Preconditioner
@@ -21,14 +24,14 @@ def mclmc(
     *,
     num_data: float | jax.Array,
     decoherence_length: float | jax.Array,
-    prior_precision: Tree = 1.0,
-    prior_mean: Tree = 0.0,
+    prior_precision: optax.Params = 1.0,
+    prior_mean: PriorMean = 0.0,
     log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     integrator: IntegratorName = "minimal_norm",
-    tuner: Tuner | None = None,
+    tuner: Tuner[Any] | None = None,
     key: jax.Array | int | None = None,
-) -> Preconditioner:
+) -> Preconditioner[Any]:
     """Sample with microcanonical Langevin Monte Carlo: `smile` for full-batch gradients.
 
     Full-batch gradients have no noise, so explicit noise is added to the direction u after each

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check
-from optax_smile._types import LogPrior, StepSize, Tree
+from optax_smile._types import LogPrior, PriorMean, StepSize
 from optax_smile.samplers import _langevin
 from optax_smile.samplers._langevin import Move, Rule
 
@@ -39,14 +39,14 @@ def scale_adapted_sghmc(
     step_size: StepSize,
     *,
     num_data: float | jax.Array,
-    prior_precision: Tree = 1.0,
-    prior_mean: Tree = 0.0,
+    prior_precision: optax.Params = 1.0,
+    prior_mean: PriorMean = 0.0,
     log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     friction: float | jax.Array = 0.05,
     adapt_steps: int = 5_000,
     key: jax.Array | int | None = None,
-) -> Rule:
+) -> Rule[GradientScale]:
     """Sample like `sghmc` with a mass for each parameter, measured in the first steps.
 
     The mass is the root of the mean squared gradient. During `adapt_steps` this mean is taken over
@@ -102,7 +102,7 @@ def scale_adapted_sghmc(
             *jax.tree.transpose(jax.tree.structure(gradient), jax.tree.structure((0, 0, 0)), leaves)
         )
 
-    def move(memory: GradientScale, call: Move):
+    def move(memory: GradientScale, call: Move) -> tuple[optax.Updates, GradientScale]:
         memory = adapt(memory, call.gradient, call.num_steps < adapt_steps)
         eps = call.step_size
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_smile import _check
-from optax_smile._types import LogPrior, StepSize, Tree
+from optax_smile._types import LogPrior, PriorMean, StepSize
 from optax_smile.samplers import _langevin
 from optax_smile.samplers._langevin import Move, Rule
 
@@ -16,14 +17,14 @@ def sghmc(
     step_size: StepSize,
     *,
     num_data: float | jax.Array,
-    prior_precision: Tree = 1.0,
-    prior_mean: Tree = 0.0,
+    prior_precision: optax.Params = 1.0,
+    prior_mean: PriorMean = 0.0,
     log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     friction: float | jax.Array = 0.05,
     gradient_noise: float | jax.Array = 0.0,
     key: jax.Array | int | None = None,
-) -> Rule:
+) -> Rule[None]:
     """Sample with stochastic gradient Hamiltonian Monte Carlo.
 
     Gradient descent with momentum, whose friction is balanced by noise. With a velocity r that is
@@ -56,7 +57,7 @@ def sghmc(
     beta = eps^2 V / 2. Differences from the paper: the momentum is never resampled.
     """
 
-    def move(memory: None, call: Move):
+    def move(memory: None, call: Move) -> tuple[optax.Updates, None]:
         eps = call.step_size
         amplitude = eps * jnp.sqrt(jnp.maximum(2 * friction - eps**2 * gradient_noise, 0))
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree
-from optax_smile._types import LogPrior, StepSize, Tree
+from optax_smile._types import LogPrior, PriorMean, StepSize
 from optax_smile.samplers import _langevin
 from optax_smile.samplers._langevin import Move, Rule
 
@@ -36,12 +36,12 @@ def sgld(
     step_size: StepSize,
     *,
     num_data: float | jax.Array,
-    prior_precision: Tree = 1.0,
-    prior_mean: Tree = 0.0,
+    prior_precision: optax.Params = 1.0,
+    prior_mean: PriorMean = 0.0,
     log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     key: jax.Array | int | None = None,
-) -> Rule:
+) -> Rule[None]:
     """Sample with stochastic gradient Langevin dynamics.
 
     Gradient descent on the energy U with the noise that makes its stationary distribution the
@@ -80,7 +80,7 @@ def sgld(
     theirs, as in most libraries.
     """
 
-    def move(memory: None, call: Move):
+    def move(memory: None, call: Move) -> tuple[optax.Updates, None]:
         amplitude = jnp.sqrt(2 * call.step_size)
         return _langevin.euler_step(call, amplitude), memory
 
@@ -95,14 +95,14 @@ def psgld(
     step_size: StepSize,
     *,
     num_data: float | jax.Array,
-    prior_precision: Tree = 1.0,
-    prior_mean: Tree = 0.0,
+    prior_precision: optax.Params = 1.0,
+    prior_mean: PriorMean = 0.0,
     log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     square_decay: float = SQUARE_DECAY,
     smallest_root: float = SMALLEST_ROOT,
     key: jax.Array | int | None = None,
-) -> Rule:
+) -> Rule[SquareAverage]:
     """Sample like `sgld` with one step size per parameter, from the averages of RMSprop.
 
         V <- a V + (1 - a) grad loss^2,  G = 1 / (r sqrt(mean(V)) + sqrt(V)), V debiased
@@ -142,7 +142,7 @@ def psgld(
             start_weight=jnp.ones((), _tree.dtype(params)),
         )
 
-    def move(memory: SquareAverage, call: Move):
+    def move(memory: SquareAverage, call: Move) -> tuple[optax.Updates, SquareAverage]:
         weight = square_decay * memory.start_weight
         squares = jax.tree.map(
             lambda v, g: (

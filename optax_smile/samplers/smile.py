@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import optax
 
 from optax_smile import _check
-from optax_smile._types import LogPrior, StepSize, Tree
+from optax_smile._types import LogPrior, PriorMean, StepSize
 from optax_smile.samplers._microcanonical import NormName, sampler
 from optax_smile.stages.integrator import Decoherence, IntegratorName, Norm
 from optax_smile.stages.matrix import LARGEST, FullMatrix
@@ -20,19 +22,19 @@ def smile(
     step_size: StepSize | None = None,
     *,
     num_data: float | jax.Array,
-    prior_precision: Tree = 1.0,
-    prior_mean: Tree = 0.0,
+    prior_precision: optax.Params = 1.0,
+    prior_mean: PriorMean = 0.0,
     log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     integrator: IntegratorName = "leapfrog",
-    tuner: Tuner | None = None,
+    tuner: Tuner[Any] | None = None,
     reject_quantile: float | None = None,
     decoherence_length: Decoherence | None = "matched",
-    preconditioner: Preconditioner | None = None,
+    preconditioner: Preconditioner[Any] | None = None,
     norm: Norm | NormName = "euclidean",
-    matrices: Callable[[Tree], Tree] | None = None,
+    matrices: Callable[[Any], object] | None = None,
     key: jax.Array | int | None = None,
-) -> Preconditioner:
+) -> Preconditioner[Any]:
     """Sample with stochastic microcanonical Langevin dynamics.
 
     The chain moves through the parameters at constant speed. The mini-batch gradient of the energy
@@ -107,17 +109,17 @@ def psmile(
     step_size: StepSize | None = None,
     *,
     num_data: float | jax.Array,
-    prior_precision: Tree = 1.0,
-    prior_mean: Tree = 0.0,
+    prior_precision: optax.Params = 1.0,
+    prior_mean: PriorMean = 0.0,
     log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     integrator: IntegratorName = "leapfrog",
-    tuner: Tuner | None = None,
+    tuner: Tuner[Any] | None = None,
     reject_quantile: float | None = None,
     decoherence_length: Decoherence | None = "matched",
     largest_matrix: int | None = None,
     key: jax.Array | int | None = None,
-) -> Preconditioner:
+) -> Preconditioner[Any]:
     """Sample like `smile`, in scaled coordinates whose gradient entries are about equally large.
 
     If the gradient noise is stronger in some directions, the draws of `smile` are too wide there. A

@@ -16,7 +16,8 @@ import jax.scipy.special
 import optax
 
 from optax_smile import _sums, _tree, potential
-from optax_smile._types import Tree
+from optax_smile._places import Places
+from optax_smile._sums import Sketch
 
 # Averages of the gradients cover this share of all calls, so they settle as a chain goes on, but no
 # more than this many calls: float32 loses smaller weights.
@@ -72,8 +73,12 @@ class Sums(NamedTuple):
 
 
 def measure(
-    terms: dict[str, Tree], updates: Tree, passed: Tree, whitened: Tree, places: Tree
-) -> tuple[Sums, Tree, jax.Array]:
+    terms: dict[str, optax.Params],
+    updates: optax.Updates,
+    passed: optax.Updates | None,
+    whitened: optax.Updates,
+    places: Places,
+) -> tuple[Sums, Sketch, jax.Array]:
     """Sum the terms of all inner products of a call, by name, in one pass over memory.
 
     Returns also a sketch of the whitened gradient, and the fingerprint of the gradient that the
@@ -327,7 +332,7 @@ class ChangeAverage(NamedTuple):
         num_changes: step ends that entered, int32.
     """
 
-    sketch: Tree
+    sketch: Sketch
     last_square: jax.Array
     is_comparable: jax.Array
     mean_change_square: jax.Array
@@ -342,7 +347,7 @@ class ChangeAverage(NamedTuple):
         return jnp.where(known, self.mean_change_square / gradient_square, jnp.nan)
 
     def observe(
-        self, sketch: Tree, end: StepEnd, sums: Sums, accepted: jax.Array, counts: jax.Array
+        self, sketch: Sketch, end: StepEnd, sums: Sums, accepted: jax.Array, counts: jax.Array
     ) -> tuple[ChangeAverage, jax.Array]:
         """Compare the gradient with the one at the last step end, if both calls are accepted.
 
@@ -529,7 +534,7 @@ def collect(
     end: StepEnd,
     error: EnergyError,
     sums: Sums,
-    sketch: Tree,
+    sketch: Sketch,
     base: jax.Array,
     num_gradients: jax.Array,
     accepted: jax.Array,

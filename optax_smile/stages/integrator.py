@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _check_trees, _paths, _sums, _tree
-from optax_smile._types import Tree
+from optax_smile._types import T
 from optax_smile.stages.evidence import Evidence, StepEnd, Sums, turn_rate
 
 
@@ -82,7 +82,7 @@ class MomentumState(NamedTuple):
     conjugate: optax.Updates | None
 
 
-def step_start(state: MomentumState, params: optax.Params, inverse_scale: _tree.Scale) -> Tree:
+def step_start(state: MomentumState, params: T, inverse_scale: _tree.Scale) -> T:
     """Parameters at the start of the open step, given the scale of its drift; else `params`."""
     is_open = state.drift_index > 0
     if state.anchor is not None:
@@ -181,7 +181,12 @@ class Norm:
         return jax.tree.map(jnp.zeros_like, params)
 
     def close(
-        self, momentum: Tree, moving: jax.Array, whitened: Tree, sums: Sums, lengths: Lengths
+        self,
+        momentum: optax.Updates | None,
+        moving: jax.Array,
+        whitened: optax.Updates,
+        sums: Sums,
+        lengths: Lengths,
     ) -> tuple[Heading, jax.Array]:
         """Kick after a drift, and return also the energy that this adds, nats.
 
@@ -266,9 +271,7 @@ class Euclidean(Norm):
     def init(self, params: optax.Params) -> None:
         """Keep no other tree."""
 
-    def close(
-        self, momentum: None, moving: jax.Array, whitened: Tree, sums: Sums, lengths: Lengths
-    ) -> tuple[Heading, jax.Array]:
+    def close(self, momentum, moving, whitened, sums, lengths) -> tuple[Heading, jax.Array]:
         """Kick as `open` does."""
         cosine, rest = sums.cosine(moving), _tree.size(whitened) - 1
         before = Heading(
@@ -343,7 +346,7 @@ class Momentum:
     norm: Norm
     decoherence_length: Decoherence | None = None
 
-    def init(self, params: optax.Params, step_length: jax.Array) -> MomentumState:
+    def init(self, params: optax.Params, step_length: jax.typing.ArrayLike) -> MomentumState:
         """Start at rest: `diffuse` draws a momentum, or the first kick makes one of -g."""
         zeros = jax.tree.map(jnp.zeros_like, params)
         return MomentumState(
@@ -381,7 +384,11 @@ class Momentum:
         return drift(state.direction, self._length(self.scheme.drifts, state), inverse_scale)
 
     def close(
-        self, state: MomentumState, whitened: Tree, sums: Sums, rate_square: jax.Array | None
+        self,
+        state: MomentumState,
+        whitened: optax.Updates,
+        sums: Sums,
+        rate_square: jax.Array | None,
     ) -> tuple[Heading, StepEnd]:
         """Kick after the last drift, the end of a step or its middle; none if no step is open.
 

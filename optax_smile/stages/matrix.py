@@ -16,8 +16,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _tree
-from optax_smile._types import Tree
-from optax_smile.stages.evidence import GradientWeight
 from optax_smile.stages.scale import MeanSquare, MeanSquareState
 
 # Largest number of parameters of which `psmile` measures a matrix.
@@ -125,9 +123,7 @@ class FullMatrix(MeanSquare):
         """Return the width of the posterior, inf if it is unknown; None without a matrix."""
         return None if state.matrix.entries is None else state.matrix.width
 
-    def observe(
-        self, state: Tree, gradient: Tree, weight: GradientWeight, direction: Tree, drift: Tree
-    ) -> MeanSquareState:
+    def observe(self, state, gradient, weight, direction, drift) -> MeanSquareState:
         """Add a gradient, and use the next matrix once the window closes."""
         after = super().observe(state, gradient, weight, direction, drift)
         old: MatrixState = state.matrix

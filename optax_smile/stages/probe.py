@@ -11,7 +11,6 @@ import optax
 from jax.sharding import AxisType
 
 from optax_smile import _check, _places, _sums, _tree
-from optax_smile._types import Tree
 
 # Numbers of a large leaf that are read.
 MOST_READ = 256
@@ -103,7 +102,7 @@ def look(
     )
 
 
-def entries(tree: Tree, places: Tree) -> list[jax.Array]:
+def entries(tree: optax.Params, places: _places.Places) -> list[jax.Array]:
     """Read all numbers of small leaves, then those on a grid of each other leaf.
 
     A leaf on several devices needs a sum that crosses them: one number of the smallest is read.

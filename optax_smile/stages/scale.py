@@ -8,14 +8,13 @@ grad U / s, and divides a displacement by s on its way back to the parameters.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _check_trees, _tree, _xla
-from optax_smile._types import Tree
 from optax_smile.stages.evidence import GradientWeight
 
 # Bounds of (sigma / rms(sigma))^2: a coordinate without noise moves at most 100 times as far as
@@ -30,7 +29,18 @@ FIRST_WINDOW, LONGEST_WINDOW = 64, 2**22
 ISOTROPIC = 10
 
 
-class Preconditioner:
+class ScaleState(Protocol):
+    """State of a preconditioner."""
+
+    def inverse_scale(self) -> _tree.Scale:
+        """Return 1 / s, a tree like the parameters, or a matrix."""
+        ...
+
+
+State = TypeVar("State", bound=ScaleState)
+
+
+class Preconditioner(Generic[State]):
     """The coordinates in which a chain moves. This class itself leaves them as they are.
 
     For a rule of your own, inherit from it, preferably as a frozen dataclass, override the methods,
@@ -61,11 +71,11 @@ class Preconditioner:
 
     is_elementwise: ClassVar[bool] = False
 
-    def init(self, params: optax.Params) -> Tree:
+    def init(self, params: optax.Params) -> State | None:
         """Return the first state."""
         return None
 
-    def deviation(self, state: Tree, gradient: optax.Updates) -> optax.Updates | None:
+    def deviation(self, state: State, gradient: optax.Updates) -> optax.Updates | None:
         """Return the tree whose square `observe` needs, as `weight.square`; None for no tree.
 
         Args:
@@ -74,7 +84,7 @@ class Preconditioner:
         """
         return None
 
-    def width(self, state: Tree) -> jax.Array | None:
+    def width(self, state: State) -> jax.Array | None:
         """Return the square root of the trace of the posterior's covariance, scalar.
 
         In the coordinates in which the chain moves; inf where it is not known yet, None if it is
@@ -84,12 +94,12 @@ class Preconditioner:
 
     def observe(
         self,
-        state: Tree,
+        state: State,
         gradient: optax.Updates,
         weight: GradientWeight,
         direction: optax.Updates,
         drift: optax.Updates,
-    ) -> Tree:
+    ) -> State:
         """Return the next state.
 
         Args:
@@ -103,7 +113,7 @@ class Preconditioner:
         """
         return state
 
-    def stays(self, state: Tree, weight: GradientWeight) -> jax.Array | bool:
+    def stays(self, state: State, weight: GradientWeight) -> jax.Array | bool:
         """Return whether `observe` leaves the scale as it is."""
         return True
 
@@ -111,7 +121,7 @@ class Preconditioner:
         return f"{type(self).__name__}()"
 
 
-def whiten(state: Tree, gradient: optax.Updates) -> optax.Updates:
+def whiten(state: ScaleState | None, gradient: optax.Updates) -> optax.Updates:
     """Divide a gradient by the scale of a state."""
     scale = inverse_of(state)
     if isinstance(scale, _tree.Matrix):
@@ -119,7 +129,7 @@ def whiten(state: Tree, gradient: optax.Updates) -> optax.Updates:
     return _tree.scaled(gradient, scale)
 
 
-def inverse_of(state: Tree) -> _tree.Scale:
+def inverse_of(state: ScaleState | None) -> _tree.Scale:
     """Return 1 / s for the state of a preconditioner; None for a scale of one."""
     return None if state is None else state.inverse_scale()
 
@@ -168,7 +178,7 @@ class MovingVarianceState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MovingVariance(Preconditioner):
+class MovingVariance(Preconditioner[MovingVarianceState]):
     """Measure the noise as published: exponential averages of the squares about a moving mean.
 
     gradient_mean <- a gradient_mean + (1 - a) gradient, then
@@ -195,9 +205,7 @@ class MovingVariance(Preconditioner):
         """Return the deviation from the mean so far."""
         return jax.tree.map(jnp.subtract, gradient, state.gradient_mean)
 
-    def observe(
-        self, state: Tree, gradient: Tree, weight: GradientWeight, direction: Tree, drift: Tree
-    ) -> MovingVarianceState:
+    def observe(self, state, gradient, weight, direction, drift) -> MovingVarianceState:
         """Average the deviation and its square."""
         rate, size = jnp.where(weight.counts, 1 - self.noise_decay, 0), _tree.size(gradient)
         # The deviation from the new mean is (1 - rate) times that from the old one.
@@ -242,7 +250,7 @@ class MeanSquareState(NamedTuple):
     last_gradient: optax.Updates | None
     num_in_window: jax.Array
     window: jax.Array
-    matrix: Tree = None
+    matrix: Any = None
 
     def inverse_scale(self) -> _tree.Scale:
         """Return one over the scale, a tree like the parameters or a matrix."""
@@ -251,7 +259,7 @@ class MeanSquareState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MeanSquare(Preconditioner):
+class MeanSquare(Preconditioner[MeanSquareState]):
     """Measure the root mean square of the gradients, or of their noise alone.
 
     s^2 = q / mean(q). The average q of one window of gradients gives the s of the next window,
@@ -307,9 +315,7 @@ class MeanSquare(Preconditioner):
         closes = self._advance(state, weight)[-1]
         return ~closes & ~(weight.restart & (state.window > self.first_window))
 
-    def observe(
-        self, state: Tree, gradient: Tree, weight: GradientWeight, direction: Tree, drift: Tree
-    ) -> MeanSquareState:
+    def observe(self, state, gradient, weight, direction, drift) -> MeanSquareState:
         """Average the square, and use the average once its window closes."""
         number, window, closes = self._advance(state, weight)
         count = number.astype(state.mean.dtype)
@@ -365,7 +371,7 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
     noise = MeanSquare(differences=True)
 
     @_check.called("scale_by_gradient_noise.init")
-    def init_fn(params: optax.Params) -> Tree:
+    def init_fn(params: optax.Params) -> Any:
         _check_trees.check_params(params, smallest=1)
         _check.Tree(finite=True)("params", params)
         return noise.init(params)
@@ -373,7 +379,7 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
     @_check.called("scale_by_gradient_noise.update")
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, Tree]:
+    ) -> tuple[optax.Updates, Any]:
         del params
         if not isinstance(state, MeanSquareState):
             _check.fail("state", "the state that `init` or `update` returned", _check.show(state))

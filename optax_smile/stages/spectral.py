@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,6 @@ from jax.sharding import AxisType
 from optax.contrib import MuonDimensionNumbers
 
 from optax_smile import _check, _tree
-from optax_smile._types import Tree, Unchecked
 from optax_smile.stages.integrator import Norm
 
 # Quintic polynomials a s + b s^3 + c s^5, one after the other, take a singular value s of a matrix
@@ -47,13 +47,13 @@ class Spectral(Norm):
 
     # Half of it for gradients that are noise.
     angle = 0.6
-    matrices: Callable[[optax.Params], Tree] | None = None
+    matrices: Callable[[Any], object] | None = None
 
     def velocity(self, momentum: optax.Updates) -> optax.Updates:
         """Compute the gradient of the norm, w U V^T or w P / |P|, a tree like the parameters."""
         size, stacks = _tree.size(momentum), defaultdict(list)
         leaves, structure = jax.tree.flatten(momentum)
-        found: list[Tree] = [None] * len(leaves)
+        found: list[jax.Array | None] = [None] * len(leaves)
         for index, (leaf, axes) in enumerate(zip(leaves, self._axes(momentum), strict=True)):
             if axes is None or not leaf.size:
                 found[index] = math.sqrt(leaf.size / size) * _unit(leaf)
@@ -82,13 +82,13 @@ class Spectral(Norm):
             _check.fail("params", rule, sharding.spec, "Make the mesh with `AxisType.Auto`.")
 
     @_check.called("smile")
-    def _axes(self, tree: Tree) -> list[Axes | None]:
+    def _axes(self, tree: optax.Params) -> list[Axes | None]:
         """Find the axes of rows and of columns of each leaf; None for one that is no matrix."""
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         if self.matrices is None:
             return [default_axes(leaf) for _, leaf in leaves]
 
-        def is_entry(node: Unchecked) -> bool:
+        def is_entry(node: object) -> bool:
             return node is None or isinstance(node, MuonDimensionNumbers)
 
         chosen = self.matrices(tree)
@@ -114,7 +114,7 @@ def default_axes(leaf: jax.Array) -> Axes | None:
     return None if leaf.ndim < 2 else (tuple(range(leaf.ndim - 1)), (leaf.ndim - 1,))
 
 
-def _checked(entry: Unchecked, place: str, leaf: jax.Array) -> Axes | None:
+def _checked(entry: object, place: str, leaf: jax.Array) -> Axes | None:
     """Check what the user's function says of a leaf, and count axes from the first."""
     if entry is None:
         return None

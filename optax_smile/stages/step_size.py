@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from optax_smile import _check
-from optax_smile._types import StepSize, Tree
+from optax_smile._types import StepSize
 from optax_smile.stages.evidence import LARGEST_RATIO, SMALLEST_STEP, Evidence
 
 # Angle by which the change of the gradients turns the momentum in a step, radians; half of it if
@@ -33,7 +33,19 @@ SLACK = 3.0
 GROWTH = 10.0
 
 
-class Tuner:
+class TunerState(Protocol):
+    """State of a tuner."""
+
+    @property
+    def step_size_factor(self) -> jax.Array:
+        """Factor of the user's step size, scalar > 0."""
+        ...
+
+
+State = TypeVar("State", bound=TunerState)
+
+
+class Tuner(Generic[State]):
     """A rule for the step size.
 
     For a rule of your own, inherit from it, preferably as a frozen dataclass, override `update`,
@@ -60,11 +72,11 @@ class Tuner:
     uses_energy = False
     sets_step_size = False
 
-    def init(self, dtype: jnp.dtype) -> Tree:
+    def init(self, dtype: jnp.dtype) -> State | FactorState:
         """Return the first state, with numbers of the precision of the parameters."""
         return FactorState(jnp.ones((), dtype))
 
-    def update(self, state: Tree, evidence: Evidence) -> Tree:
+    def update(self, state: State, evidence: Evidence) -> State:
         """Return the next state.
 
         Args:
@@ -92,7 +104,7 @@ class FactorState(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Fixed(Tuner):
+class Fixed(Tuner[FactorState]):
     """Keep the user's step size."""
 
     def update(self, state: FactorState, evidence: Evidence) -> FactorState:
@@ -101,7 +113,7 @@ class Fixed(Tuner):
 
 
 @dataclass(frozen=True, repr=False)
-class QuantileTuner(Tuner):
+class QuantileTuner(Tuner[FactorState]):
     """The rule of `quantile_tuner`, with its arguments."""
 
     adapt_probability: float
@@ -131,7 +143,7 @@ class QuantileTuner(Tuner):
 )
 def quantile_tuner(
     adapt_probability: float = 0.1, adapt_rate: float = 0.02, adapt_steps: int | None = None
-) -> Tuner:
+) -> Tuner[FactorState]:
     """Raise the step size after small energy errors and lower it after large ones.
 
     With the quantile function Q of a Gamma distribution fitted to the errors so far,
@@ -183,7 +195,7 @@ class AngleState(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class AngleTuner(Tuner):
+class AngleTuner(Tuner[AngleState]):
     """The rule of `angle_tuner`, with its arguments."""
 
     angle: float | None
@@ -280,7 +292,7 @@ class AngleTuner(Tuner):
     angle=_check.Real(0, math.pi / 2, open="low") | None,
     adapt_steps=_check.Whole(1, traced=True) | None,
 )
-def angle_tuner(angle: float | None = None, adapt_steps: int | None = None) -> Tuner:
+def angle_tuner(angle: float | None = None, adapt_steps: int | None = None) -> Tuner[AngleState]:
     """Choose steps in which the change of the gradients turns the momentum by a given angle.
 
         step size = angle min(1, 1 / (2 S^2)) / r,    r = |g - g_before| / sqrt(2) / (d - 1)
@@ -340,7 +352,9 @@ def angle_tuner(angle: float | None = None, adapt_steps: int | None = None) -> T
     return AngleTuner(angle, adapt_steps)
 
 
-def choose(tuner: Tuner | None, step_size: StepSize | None, angle: float | None = None) -> Tuner:
+def choose(
+    tuner: Tuner[Any] | None, step_size: StepSize | None, angle: float | None = None
+) -> Tuner[Any]:
     """Return the tuner for the arguments `tuner` and `step_size` of a sampler."""
     if tuner is None:
         return angle_tuner(angle) if step_size is None else Fixed()
