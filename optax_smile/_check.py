@@ -59,7 +59,7 @@ class ArgumentError(ValueError):
         return f"{message} {self.advice}".rstrip()
 
 
-class Call(NamedTuple):
+class Context(NamedTuple):
     """A call by the user; `parts` are public functions that it calls, with arguments `renamed`."""
 
     function: str = "optax_smile"
@@ -67,44 +67,44 @@ class Call(NamedTuple):
     renamed: Mapping[str, str] = NOTHING
 
 
-NO_CALL = Call()
-_CALL = contextvars.ContextVar("call", default=NO_CALL)
+_NO_CALL = Context()
+_CONTEXT = contextvars.ContextVar("context", default=_NO_CALL)
 
 
 class called(contextlib.ContextDecorator):
-    """Let errors name a function, also those of the `parts` that it calls, see `Call`.
+    """Let errors name a function, also those of the `parts` that it calls, see `Context`.
 
     Inside a call of which the function is a part, they keep the name of the whole.
     """
 
     def __init__(self, function: str, *parts: str, **renamed: str):
-        self.call = Call(function, frozenset(parts), renamed)
+        self.call = Context(function, frozenset(parts), renamed)
 
     def _recreate_cm(self) -> "called":
         # A function that is decorated may call itself, and can be pickled.
         return called(self.call.function, *self.call.parts, **self.call.renamed)
 
     def __enter__(self):
-        call, (function, parts, renamed) = _CALL.get(), self.call
+        call, (function, parts, renamed) = _CONTEXT.get(), self.call
         if function == call.function or function in call.parts:
             renamed = {x: call.renamed.get(y, y) for x, y in renamed.items()}
-            new = Call(call.function, {*call.parts, *parts}, {**call.renamed, **renamed})
+            new = Context(call.function, {*call.parts, *parts}, {**call.renamed, **renamed})
         else:
             new = self.call
-        self.token = _CALL.set(new)
+        self.token = _CONTEXT.set(new)
 
     def __exit__(self, *error: object):
-        _CALL.reset(self.token)
+        _CONTEXT.reset(self.token)
 
 
 def function_name() -> str:
     """Return the name of the function that the user called."""
-    return _CALL.get().function
+    return _CONTEXT.get().function
 
 
 def fail(argument: str, rule: str, got: object, advice: str = "") -> NoReturn:
     """Raise the error of an argument that breaks a rule."""
-    call = _CALL.get()
+    call = _CONTEXT.get()
     raise ArgumentError(call.function, call.renamed.get(argument, argument), rule, got, advice)
 
 

@@ -24,7 +24,7 @@ from optax_smile._types import T
 FEWEST, SMALLEST = 3, 500
 
 
-State = TypeVar("State")
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class JoinedPlace:
         return first + self.in_tree
 
 
-def around(process: Callable[[Any, State], T]) -> Callable[[Any, State], T]:
+def around(process: Callable[[Any, S], T]) -> Callable[[Any, S], T]:
     """Join the small leaves that a function of a call and a state gets, and cut its results."""
 
-    def run(call: Any, state: State) -> T:
+    def run(call: Any, state: S) -> T:
         if (layout := choose(call.params)) is None:
             return process(call, state)
         given, inside = join(layout, (call._replace(places=None), state))

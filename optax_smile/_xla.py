@@ -27,7 +27,10 @@ def fence(tree: T) -> T:
 
 
 def second_pass(call: Any, state: Any, decision: Any) -> tuple[Any, Any, Any]:
-    """Separate what `move` of a sampler reads and writes from what `read` and `decide` read."""
+    """Separate what `move` of a sampler reads and writes from what `read` and `decide` read.
+
+    Of the numbers that these compute from arrays, `altered_share` is the last.
+    """
     dynamics = state.dynamics
     given = call.updates, call.params, dynamics.momentum, dynamics.preconditioner
     updates, params, momentum, preconditioner = fence(given)

@@ -22,12 +22,12 @@ from optax_smile.samplers._transformation import Arguments, Call, Dynamics, Make
 from optax_smile.stages import evidence, probe, rejection
 
 
-class Move(NamedTuple):
+class Step(NamedTuple):
     """What a rule computes its displacement from.
 
     Attributes:
         gradient: grad U, nats per unit of the parameter.
-        updates: gradient of the mean loss as the loop passed it.
+        loss_gradient: of the mean loss, as the loop passed it.
         displacement: of the step that ends here; zero at the start and after a rejected step.
         step_size: of the step that begins, scalar.
         step_ratio: `step_size` over that of the step that ends here, scalar; 0 if that was 0.
@@ -36,7 +36,7 @@ class Move(NamedTuple):
     """
 
     gradient: optax.Updates
-    updates: optax.Updates
+    loss_gradient: optax.Updates
     displacement: optax.Updates
     step_size: jax.Array
     step_ratio: jax.Array
@@ -48,17 +48,17 @@ Memory = TypeVar("Memory")
 
 
 class Rule(NamedTuple, Generic[Memory]):
-    """A sampler: memory from parameters, displacement and memory from a `Move`, both pure.
+    """A sampler: memory from parameters, displacement and memory from a `Step`, both pure.
 
     Attributes:
-        move: `move(memory, move)`, the displacement and the new memory.
+        move: `move(memory, step)`, the displacement and the new memory.
         init: `init(params)`, the memory before the first call.
         is_draw: whether the step with this count, 0 for the first, ends in a draw from the
             posterior.
         step_size: a schedule in place of the argument of the sampler; None keeps it.
     """
 
-    move: Callable[[Memory, Move], tuple[optax.Updates, Memory]]
+    move: Callable[[Memory, Step], tuple[optax.Updates, Memory]]
     init: Callable[[optax.Params], Memory | None] = lambda params: None
     is_draw: Callable[[jax.Array], jax.Array] = lambda count: jnp.ones_like(count, bool)
     step_size: optax.Schedule | None = None
@@ -96,12 +96,12 @@ class LangevinState(NamedTuple):
         return _paths.map_sampled(lambda move, x: x - move, self.displacement, params)
 
 
-def euler_step(call: Move, amplitude: jax.Array) -> optax.Updates:
+def euler_step(step: Step, amplitude: jax.Array) -> optax.Updates:
     """Step of overdamped Langevin dynamics: -eps grad U + amplitude z."""
     return jax.tree.map(
-        lambda g, z: (-call.step_size * g + amplitude * z).astype(g.dtype),
-        call.gradient,
-        call.noise,
+        lambda g, z: (-step.step_size * g + amplitude * z).astype(g.dtype),
+        step.gradient,
+        step.noise,
     )
 
 
@@ -153,9 +153,9 @@ class Langevin(Dynamics[LangevinState]):
         moved = last_length > 0
         displacement, memory = self.rule.move(
             before.memory,
-            Move(
+            Step(
                 gradient=gradient,
-                updates=passed,
+                loss_gradient=passed,
                 displacement=before.displacement,
                 step_size=length,
                 step_ratio=jnp.where(moved, length / jnp.where(moved, last_length, 1), 0),

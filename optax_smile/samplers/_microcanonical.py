@@ -111,7 +111,7 @@ class Reading(NamedTuple):
     end: evidence.StepEnd
 
 
-State = ChainState[MicrocanonicalState]
+Chain = ChainState[MicrocanonicalState]
 
 
 class Decision(NamedTuple):
@@ -123,7 +123,7 @@ class Decision(NamedTuple):
     reject: jax.Array
     heading: Heading
     weight: evidence.GradientWeight
-    state: State
+    state: Chain
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,7 +146,7 @@ class Microcanonical(Dynamics[MicrocanonicalState]):
             evidence=evidence.init(params),
         )
 
-    def is_elementwise(self, state: State) -> bool:
+    def is_elementwise(self, state: Chain) -> bool:
         """See `Dynamics`."""
         scaling = self.preconditioner
         if not (scaling.is_elementwise or type(scaling) is Preconditioner):
@@ -154,7 +154,7 @@ class Microcanonical(Dynamics[MicrocanonicalState]):
         inverse_scale = scale.inverse_of(state.dynamics.preconditioner)
         return self.momentum.norm.is_elementwise and not isinstance(inverse_scale, _tree.Matrix)
 
-    def process(self, call: Call, state: State) -> tuple[optax.Updates, State]:
+    def process(self, call: Call, state: Chain) -> tuple[optax.Updates, Chain]:
         """Read, decide and move."""
         if call.value is None and (self.tuner.uses_energy or self.reject_quantile is not None):
             warn(
@@ -167,10 +167,10 @@ class Microcanonical(Dynamics[MicrocanonicalState]):
         call, state, decision = _xla.second_pass(call, state, decision)
         return self.move(call, state, reading.noise, decision)
 
-    def read(self, call: Call, state: State) -> Reading:
+    def read(self, call: Call, state: Chain) -> Reading:
         """Read what the decision needs, all sums in one pass over memory, and close the step."""
         before, scaling = state.dynamics.momentum, state.dynamics.preconditioner
-        posterior, updates, passed, params, _, _, places = call
+        posterior, updates, params, places = call.posterior, call.updates, call.params, call.places
         key, noise_key = self.split(state.key)
         noise = None if noise_key is None else _noise.isotropic_like(noise_key, params, places)
         gradient = potential.gradient(posterior, updates, params)
@@ -195,7 +195,7 @@ class Microcanonical(Dynamics[MicrocanonicalState]):
         back = jax.tree.map(jnp.negative, self.momentum.last_drift(before, inverse_scale))
         added = potential.prior_terms(posterior, params, back)
         terms["prior_change"] = jax.tree.map(jnp.negative, added)
-        sums, sketch, fingerprint = evidence.measure(terms, updates, passed, whitened, places)
+        sums, sketch, fingerprint = evidence.measure(terms, updates, call.passed, whitened, places)
         if noise is not None and _noise.has_signs(noise):
             square = jnp.full_like(sums.noise_square, _tree.size(noise))
             sums = sums._replace(noise_square=square)
@@ -217,7 +217,7 @@ class Microcanonical(Dynamics[MicrocanonicalState]):
         few_scales = None if inverse_scale is None else probe.entries(inverse_scale, places)
         return jax.tree.leaves(self.momentum.last_drift(few, few_scales))
 
-    def decide(self, call: Call, state: State, reading: Reading) -> Decision:
+    def decide(self, call: Call, state: Chain, reading: Reading) -> Decision:
         """Accept or reject the step that ends, and choose the next; of the trees sketches alone."""
         momentum, sums, posterior = self.momentum, reading.sums, call.posterior
         before, history, end = state.dynamics.momentum, state.dynamics.evidence, reading.end
@@ -276,8 +276,8 @@ class Microcanonical(Dynamics[MicrocanonicalState]):
         return Decision(reject, heading, measured.weight, state)
 
     def move(
-        self, call: Call, state: State, noise: optax.Updates | None, decision: Decision
-    ) -> tuple[optax.Updates, State]:
+        self, call: Call, state: Chain, noise: optax.Updates | None, decision: Decision
+    ) -> tuple[optax.Updates, Chain]:
         """Write every array in a second pass, in which the gradient is computed again.
 
         A rejected call returns to where its step began.

@@ -10,7 +10,7 @@ import optax
 from optax_smile import _check
 from optax_smile._types import LogPrior, PriorMean, StepSize
 from optax_smile.samplers import _langevin, _transformation
-from optax_smile.samplers._langevin import Move, Rule
+from optax_smile.samplers._langevin import Rule, Step
 
 # 5,000 steps per cycle and a third of each for the search, as Sommer et al. 2026 ran it.
 TOTAL_STEPS = 20_000
@@ -82,8 +82,8 @@ def cyclical_sgld(
         # (1 + cos(pi r)) / 2, which would lose its digits at the end of a cycle.
         return largest * jnp.cos(jnp.pi / 2 * place) ** 2
 
-    def move(memory: None, call: Move) -> tuple[optax.Updates, None]:
-        amplitude = jnp.where(is_draw(call.num_steps), jnp.sqrt(2 * call.step_size), 0)
-        return _langevin.euler_step(call, amplitude), memory
+    def move(memory: None, step: Step) -> tuple[optax.Updates, None]:
+        amplitude = jnp.where(is_draw(step.num_steps), jnp.sqrt(2 * step.step_size), 0)
+        return _langevin.euler_step(step, amplitude), memory
 
     return Rule(move, is_draw=is_draw, step_size=size)

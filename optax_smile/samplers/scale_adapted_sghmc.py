@@ -11,7 +11,7 @@ import optax
 from optax_smile import _check
 from optax_smile._types import LogPrior, PriorMean, StepSize
 from optax_smile.samplers import _langevin
-from optax_smile.samplers._langevin import Move, Rule
+from optax_smile.samplers._langevin import Rule, Step
 
 # Keeps the root of a parameter's squared gradient off zero, in units of that of the mean square.
 SMALLEST_ROOT = 1e-3
@@ -102,18 +102,18 @@ def scale_adapted_sghmc(
             *jax.tree.transpose(jax.tree.structure(gradient), jax.tree.structure((0, 0, 0)), leaves)
         )
 
-    def move(memory: GradientScale, call: Move) -> tuple[optax.Updates, GradientScale]:
-        memory = adapt(memory, call.gradient, call.num_steps < adapt_steps)
-        eps = call.step_size
+    def move(memory: GradientScale, step: Step) -> tuple[optax.Updates, GradientScale]:
+        memory = adapt(memory, step.gradient, step.num_steps < adapt_steps)
+        eps = step.step_size
 
         metric = _langevin.inverse(jax.tree.map(jnp.sqrt, memory.gradient_square), SMALLEST_ROOT)
 
         def leaf(displacement, metric, g, z):
             variance = jnp.maximum(2 * friction * eps**2 * metric - eps**4, 0)
-            kept = (1 - friction) * call.step_ratio * displacement
+            kept = (1 - friction) * step.step_ratio * displacement
             return (kept - eps**2 * metric * g + jnp.sqrt(variance) * z).astype(g.dtype)
 
-        displacement = jax.tree.map(leaf, call.displacement, metric, call.gradient, call.noise)
+        displacement = jax.tree.map(leaf, step.displacement, metric, step.gradient, step.noise)
         return displacement, memory
 
     return Rule(move, init, is_draw=lambda count: count >= adapt_steps)

@@ -9,7 +9,7 @@ import optax
 from optax_smile import _check
 from optax_smile._types import LogPrior, PriorMean, StepSize
 from optax_smile.samplers import _langevin
-from optax_smile.samplers._langevin import Move, Rule
+from optax_smile.samplers._langevin import Rule, Step
 
 
 @_langevin.sampler(friction=_check.PROBABILITY, gradient_noise=_check.NONNEGATIVE)
@@ -57,14 +57,14 @@ def sghmc(
     beta = eps^2 V / 2. Differences from the paper: the momentum is never resampled.
     """
 
-    def move(memory: None, call: Move) -> tuple[optax.Updates, None]:
-        eps = call.step_size
+    def move(memory: None, step: Step) -> tuple[optax.Updates, None]:
+        eps = step.step_size
         amplitude = eps * jnp.sqrt(jnp.maximum(2 * friction - eps**2 * gradient_noise, 0))
 
         def leaf(displacement, g, z):
-            kept = (1 - friction) * call.step_ratio * displacement
+            kept = (1 - friction) * step.step_ratio * displacement
             return (kept - eps**2 * g + amplitude * z).astype(g.dtype)
 
-        return jax.tree.map(leaf, call.displacement, call.gradient, call.noise), memory
+        return jax.tree.map(leaf, step.displacement, step.gradient, step.noise), memory
 
     return Rule(move)

@@ -11,7 +11,7 @@ import optax
 from optax_smile import _check, _tree
 from optax_smile._types import LogPrior, PriorMean, StepSize
 from optax_smile.samplers import _langevin
-from optax_smile.samplers._langevin import Move, Rule
+from optax_smile.samplers._langevin import Rule, Step
 
 # Of the moving average of squared gradients; Li et al. 2016.
 SQUARE_DECAY = 0.99
@@ -80,9 +80,9 @@ def sgld(
     theirs, as in most libraries.
     """
 
-    def move(memory: None, call: Move) -> tuple[optax.Updates, None]:
-        amplitude = jnp.sqrt(2 * call.step_size)
-        return _langevin.euler_step(call, amplitude), memory
+    def move(memory: None, step: Step) -> tuple[optax.Updates, None]:
+        amplitude = jnp.sqrt(2 * step.step_size)
+        return _langevin.euler_step(step, amplitude), memory
 
     return Rule(move)
 
@@ -142,23 +142,23 @@ def psgld(
             start_weight=jnp.ones((), _tree.dtype(params)),
         )
 
-    def move(memory: SquareAverage, call: Move) -> tuple[optax.Updates, SquareAverage]:
+    def move(memory: SquareAverage, step: Step) -> tuple[optax.Updates, SquareAverage]:
         weight = square_decay * memory.start_weight
         squares = jax.tree.map(
             lambda v, g: (
                 square_decay * v + (1 - square_decay) * jnp.square(g.astype(v.dtype))
             ).astype(v.dtype),
             memory.gradient_square,
-            call.updates,
+            step.loss_gradient,
         )
         roots = jax.tree.map(lambda v: jnp.sqrt(v / (1 - weight)), squares)
         metric = _langevin.inverse(roots, smallest_root)
 
         def leaf(metric, g, z):
-            step = call.step_size * metric
-            return (-step * g + jnp.sqrt(2 * step) * z).astype(g.dtype)
+            size = step.step_size * metric
+            return (-size * g + jnp.sqrt(2 * size) * z).astype(g.dtype)
 
-        displacement = jax.tree.map(leaf, metric, call.gradient, call.noise)
+        displacement = jax.tree.map(leaf, metric, step.gradient, step.noise)
         return displacement, SquareAverage(squares, weight.astype(memory.start_weight.dtype))
 
     return Rule(move, init)

@@ -37,10 +37,10 @@ class ScaleState(Protocol):
         ...
 
 
-State = TypeVar("State", bound=ScaleState)
+S = TypeVar("S", bound=ScaleState)
 
 
-class Preconditioner(Generic[State]):
+class Preconditioner(Generic[S]):
     """The coordinates in which a chain moves. This class itself leaves them as they are.
 
     For a rule of your own, inherit from it, preferably as a frozen dataclass, override the methods,
@@ -71,11 +71,11 @@ class Preconditioner(Generic[State]):
 
     is_elementwise: ClassVar[bool] = False
 
-    def init(self, params: optax.Params) -> State | None:
+    def init(self, params: optax.Params) -> S | None:
         """Return the first state."""
         return None
 
-    def deviation(self, state: State, gradient: optax.Updates) -> optax.Updates | None:
+    def deviation(self, state: S, gradient: optax.Updates) -> optax.Updates | None:
         """Return the tree whose square `observe` needs, as `weight.square`; None for no tree.
 
         Args:
@@ -84,7 +84,7 @@ class Preconditioner(Generic[State]):
         """
         return None
 
-    def width(self, state: State) -> jax.Array | None:
+    def width(self, state: S) -> jax.Array | None:
         """Return the square root of the trace of the posterior's covariance, scalar.
 
         In the coordinates in which the chain moves; inf where it is not known yet, None if it is
@@ -94,12 +94,12 @@ class Preconditioner(Generic[State]):
 
     def observe(
         self,
-        state: State,
+        state: S,
         gradient: optax.Updates,
         weight: GradientWeight,
         direction: optax.Updates,
         drift: optax.Updates,
-    ) -> State:
+    ) -> S:
         """Return the next state.
 
         Args:
@@ -113,7 +113,7 @@ class Preconditioner(Generic[State]):
         """
         return state
 
-    def stays(self, state: State, weight: GradientWeight) -> jax.Array | bool:
+    def stays(self, state: S, weight: GradientWeight) -> jax.Array | bool:
         """Return whether `observe` leaves the scale as it is."""
         return True
 

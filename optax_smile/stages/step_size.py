@@ -42,10 +42,10 @@ class TunerState(Protocol):
         ...
 
 
-State = TypeVar("State", bound=TunerState)
+S = TypeVar("S", bound=TunerState)
 
 
-class Tuner(Generic[State]):
+class Tuner(Generic[S]):
     """A rule for the step size.
 
     For a rule of your own, inherit from it, preferably as a frozen dataclass, override `update`,
@@ -72,11 +72,11 @@ class Tuner(Generic[State]):
     uses_energy = False
     sets_step_size = False
 
-    def init(self, dtype: jnp.dtype) -> State | FactorState:
+    def init(self, dtype: jnp.dtype) -> S | FactorState:
         """Return the first state, with numbers of the precision of the parameters."""
         return FactorState(jnp.ones((), dtype))
 
-    def update(self, state: State, evidence: Evidence) -> State:
+    def update(self, state: S, evidence: Evidence) -> S:
         """Return the next state.
 
         Args:
