@@ -1,4 +1,4 @@
-"""Random trees like the parameters."""
+"""Random trees like the parameters, and keys."""
 
 import jax
 import jax.core
@@ -10,6 +10,12 @@ from optax_smile._types import T
 
 # See `isotropic_like`: from this many parameters on, random signs are as good as normal numbers.
 SMALLEST_NETWORK = 500
+
+
+def next_key(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """Return the next key of a random loss and the one to use now; None for others."""
+    following, used = (None, None) if key is None else jax.random.split(key)
+    return following, used
 
 
 def normal_like(key: jax.Array, tree: T) -> T:

@@ -46,16 +46,21 @@ LARGEST_RISE = 2.0
 NUM_BATCHES, NUM_DRAWS = 32, 4
 # Smallest curvature, relative to the largest, in a Newton step.
 FLATTEST = 1e-9
-# Sufficient decrease of a line search, and the most halvings of a step.
-DECREASE, HALVINGS = 1e-4, 30
+# Sufficient decrease of a line search, the most halvings of a step, and the most passes in all.
+DECREASE, HALVINGS, MOST_PASSES = 1e-4, 30, 200
+# Examples whose gradients `stored` computes together.
+BLOCK = 1_024
 ONE = "a scalar mean loss `loss_fn(params, batch)`, without `aux` and random numbers"
 FAR_OFF = "Far from a mode, gradients have more noise: see `find_mode`."
+LOSS = _check.Function("(params, batch)")
+CENTER = _check.kind(Center, "the result of `find_mode` or `center_at`")
+AT_CENTER = {"loss_fn": LOSS, "center": CENTER}
+START = _check.Tree("a tree of finite arrays", traced=False, finite=True, floating=True)
+OF_DATA = {"loss_fn": LOSS, "params": START, "batches": _check.REPEATABLE}
+OF_DATA |= {"sampler": _check.TRANSFORMATION}
 
 
-@_check.arguments(
-    loss_fn=_check.Function("(params, batch)"),
-    center=_check.kind(Center, "the result of `find_mode` or `center_at`"),
-)
+@_check.arguments(**AT_CENTER)
 def control_variate(loss_fn: Loss, center: Center) -> Loss:
     """Return a loss of the same posterior whose gradients have little noise near a centre.
 
@@ -99,13 +104,10 @@ def control_variate(loss_fn: Loss, center: Center) -> Loss:
 
 
 @_check.arguments(
-    loss_fn=_check.Function("(params, batch)"),
-    center=_check.kind(Center, "the result of `find_mode` or `center_at`"),
-    data=_check.Tree("arrays with the examples as first axis, as in a batch"),
-    block=_check.Whole(1),
+    **AT_CENTER, data=_check.Tree("arrays with the examples as first axis, as in a batch")
 )
 def stored(
-    loss_fn: Loss, center: Center, data: T, *, block: int = 1_024
+    loss_fn: Loss, center: Center, data: T
 ) -> tuple[Loss, tuple[T, np.ndarray, optax.Updates]]:
     """Return the loss of `control_variate` with one gradient per call, and data for it.
 
@@ -114,7 +116,6 @@ def stored(
     Args:
         loss_fn, center: as for `control_variate`. The loss must be a mean over its examples.
         data: all data in the form of a batch, arrays `[example, ...]`.
-        block: examples whose gradients are computed together, >= 1.
 
     Returns:
         A loss, and a tree `(data, losses, gradients)` of arrays `[example, ...]`, whose rows in any
@@ -142,7 +143,7 @@ def stored(
     def of_one(example: object) -> tuple[jax.Array, optax.Updates]:
         return value_and_grad(center.params, jax.tree.map(lambda x: x[None], example))
 
-    compute = jax.jit(functools.partial(jax.lax.map, of_one, batch_size=block))
+    compute = jax.jit(functools.partial(jax.lax.map, of_one, batch_size=BLOCK))
     losses, gradients = jax.tree.map(np.asarray, compute(jax.tree.map(jnp.asarray, data)))
     mean = float(np.mean(losses, dtype=np.float64))
     if not np.isclose(mean, float(center.loss), rtol=1e-4, atol=1e-6):
@@ -157,12 +158,7 @@ def stored(
     return reduced, (data, losses, gradients)
 
 
-@_check.arguments(
-    loss_fn=_check.Function("(params, batch)"),
-    params=_check.Tree("a tree of finite arrays", traced=False, finite=True, floating=True),
-    batches=_check.REPEATABLE,
-    sampler=_check.TRANSFORMATION,
-)
+@_check.arguments(**OF_DATA)
 def center_at(
     loss_fn: Loss,
     params: optax.Params,
@@ -199,20 +195,12 @@ def center_at(
     return point.center
 
 
-@_check.arguments(
-    loss_fn=_check.Function("(params, batch)"),
-    params=_check.Tree("a tree of finite arrays", traced=False, finite=True, floating=True),
-    batches=_check.REPEATABLE,
-    sampler=_check.TRANSFORMATION,
-    max_passes=_check.Whole(1),
-)
+@_check.arguments(**OF_DATA)
 def find_mode(
     loss_fn: Loss,
     params: optax.Params,
     batches: Iterable[object],
     sampler: optax.GradientTransformation,
-    *,
-    max_passes: int = 200,
 ) -> Center:
     """Find the mode of the posterior, for the centre of a control variate.
 
@@ -224,7 +212,6 @@ def find_mode(
     Args:
         loss_fn, batches, sampler: see `center_at`.
         params: where the search starts; for a model with several modes, near the one you want.
-        max_passes: most passes over the batches, >= 1.
 
     Returns:
         The centre. Warns as `center_at` does, also if the search ends too early.
@@ -232,10 +219,10 @@ def find_mode(
     Raises:
         ArgumentError (a ValueError): see `center_at`.
 
-    Cost: some ten gradients and Hessians of all data, see `center_at`. Batches larger than those of
-    the sampler are faster.
+    Cost: some ten gradients and Hessians of all data, see `center_at`; at most 200 passes over the
+    batches. Batches larger than those of the sampler are faster.
     """
-    center, why, _ = search(loss_fn, params, batches, sampler, max_passes)
+    center, why, _ = search(loss_fn, params, batches, sampler)
     if why:
         warn(f"`find_mode`: {why}")
     return center
@@ -246,7 +233,6 @@ def search(
     params: optax.Params,
     batches: Iterable[object],
     sampler: optax.GradientTransformation,
-    max_passes: int = 200,
 ) -> tuple[Center, str, bool]:
     """Find a mode, and say what is wrong with it as a centre; "" if it is a good one.
 
@@ -264,7 +250,7 @@ def search(
         direction = axes @ (axes.T @ point.slope / positive)
         decrease = direction @ point.slope
         last, is_lower = point, False
-        if decrease >= NEAR**2 * len(direction) and full.num_passes < max_passes:
+        if decrease >= NEAR**2 * len(direction) and full.num_passes < MOST_PASSES:
             for length in 0.5 ** np.arange(HALVINGS):
                 point = full.at(last.entries - jnp.asarray(length * direction, full.start.dtype))
                 is_lower = point.energy <= last.energy - DECREASE * length * decrease

@@ -181,11 +181,13 @@ def start(params: Tree, number: int, num_stored: int = 0) -> Centered:
 
 def num_stored(
     all_data: object, batches: object, params: Tree, specs: Tree, is_stochastic: bool
-) -> int:
+) -> int | None:
     """Return of how many batches gradients like `params` `[chain, ...]` are stored, if they fit.
 
-    A random loss needs the same key at both points.
+    A random loss needs the same key at both points. None without a control variate.
     """
+    if all_data is None:
+        return None
     if all_data is not batches or not isinstance(batches, (list, tuple)):
         return 0
     if specs is not None or is_stochastic:

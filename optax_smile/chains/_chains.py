@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _on_host, _settings, parallel
+from optax_smile import _check, _noise, _on_host, _settings, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile.chains import _centers, _checks
 from optax_smile.diagnostics.findings import Check
@@ -62,8 +62,7 @@ class Chains:
         mesh: Mesh | None = None,
         specs: Tree = None,
         hint: str = "",
-        has_centers: bool = False,
-        num_stored: int = 0,
+        num_stored: int | None = None,
     ):
         self.mesh, self.specs, self.per_chain = mesh, specs, per_chain
         self.number = parallel.num_chains(params)
@@ -80,7 +79,7 @@ class Chains:
             aux=None if aux is None else parallel.place(aux, mesh=mesh),
             key=None if loss_key is None else parallel._split_key(loss_key, self.number, mesh=mesh),
             gradients=parallel.place(_checks.no_gradients(self.number, aux), mesh=mesh),
-            centered=self._centered(params, num_stored) if has_centers else None,
+            centered=None if num_stored is None else self._centered(params, num_stored),
             **parallel.place(dict.fromkeys(LOSSES, jnp.zeros(self.number)), mesh=mesh),
         )
         check_place("sampler", chains.state, params)
@@ -95,7 +94,7 @@ class Chains:
             return parallel.step(function, chains, mesh=mesh, per_chain=per_chain)
 
         # Without and, if there are centres, with a control variate.
-        self.plan = _centers.Plan()
+        self.plan, has_centers = _centers.Plan(), num_stored is not None
         calls = [_call_of_chain(loss, sampler, x) for x in (False, True)[: 1 + has_centers]]
         self._one, self._many = ([program(x) for x in y] for y in (calls, map(_in_turn, calls)))
         self._record = _compiled(_record_of_chain, mesh)
@@ -143,28 +142,23 @@ class Chains:
             _check.fail("params", rule, got, _checks.NOT_FINITE)
         # Also parameters that the loss does not use.
         _check.Tree(finite=True)("params", self.tree.params)
-        if len(set(losses.tolist())) < len(losses) and not self.per_chain:
-            self._check_different()
+        # They may differ in anything, such as the key of their noise; a random loss has its own.
+        if len({*losses.tolist()}) < len(losses) and not self.per_chain and self.like.key is None:
+            first = _on_host.first_alike(_on_host.local(self.tree))
+            if copies := [chain for chain, like in enumerate(first) if like != chain]:
+                rule = (
+                    "chains with different starts, or a sampler or loss that draws random numbers"
+                )
+                advice = (
+                    "Nothing here is random, so identical chains would stay identical. See"
+                    " `chains_from_weights`, or the sampler's `key`."
+                )
+                _check.fail("params", rule, f"copies in the chains {copies}", advice)
         if warns:
             if self.like.key is None:
                 _checks.warn_of_sum(self.losses, batch, self.counted, self.mesh)
             for check in (_checks.at_least(batch, self.counted), *self.tests(batch)):
                 _checks.warn_if_failed(check)
-
-    def _check_different(self):
-        """Require chains that differ in anything, such as the key of their noise."""
-        if self.like.key is not None:
-            # The loss of each chain has its own key.
-            return
-        first = _on_host.first_alike(_on_host.local(self.tree))
-        copies = [chain for chain, like in enumerate(first) if like != chain]
-        if copies:
-            rule = "chains with different starts, or a sampler or loss that draws random numbers"
-            advice = (
-                "Nothing here is random, so identical chains would stay identical. See"
-                " `chains_from_weights`, or the sampler's `key`."
-            )
-            _check.fail("params", rule, f"copies in the chains {copies}", advice)
 
     def tests(self, batch: Batch) -> Iterator[Check]:
         """Make the tests of the posterior and, unless parameters are sharded, of the program."""
@@ -304,7 +298,7 @@ def _call_of_chain(
     """Make one gradient and one update of a chain; a rejected step leaves `aux` unchanged."""
 
     def one_call(chain: Chain, batch: Batch) -> Chain:
-        key, used = _split(chain)
+        key, used = _noise.next_key(chain.key)
         centered = chain.centered if is_reduced else None
         of_batch = loss if centered is None else centered.reduced(loss)
         value_and_grad = jax.value_and_grad(of_batch, has_aux=True)
@@ -342,14 +336,6 @@ def _call_of_chain(
     return one_call
 
 
-def _split(chain: Chain) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return the next key of a chain and the one to use now, of a stochastic loss."""
-    if chain.key is None:
-        return None, None
-    key, used = jax.random.split(chain.key)
-    return key, used
-
-
 def _move_center(chain: Chain, _: Batch) -> Chain:
     assert chain.centered is not None
     return chain._replace(centered=chain.centered.moved(last_accepted(chain.state, chain.params)))
@@ -357,14 +343,14 @@ def _move_center(chain: Chain, _: Batch) -> Chain:
 
 def _gather(loss: _checks.FullLoss, number: float, chain: Chain, batch: Batch) -> Chain:
     assert chain.centered is not None
-    key, used = _split(chain)
+    key, used = _noise.next_key(chain.key)
     centered = chain.centered.gathered(loss, chain.aux, used, batch, number)
     return chain._replace(key=key, centered=centered)
 
 
 def _measure(loss: _checks.FullLoss, number: float, chain: Chain, batch: Batch) -> Chain:
     assert chain.centered is not None
-    key, used = _split(chain)
+    key, used = _noise.next_key(chain.key)
     point = last_accepted(chain.state, chain.params)
     centered = chain.centered.measured(loss, point, chain.aux, used, batch, number)
     return chain._replace(key=key, centered=centered)

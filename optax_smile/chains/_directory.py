@@ -268,6 +268,12 @@ def how_to_resume(directory: object) -> str:
     return f"A checkpoint is in {directory}: repeat the call to resume."
 
 
+def stopped(signal: str, made: str, directory: object) -> str:
+    """Say that a signal stopped a call, after what, and how to resume it."""
+    how = how_to_resume(directory)
+    return f"`{_check.function_name()}` was stopped by {signal} after {made}. {how}"
+
+
 def named(tree: Tree) -> dict[str, jax.Array]:
     """Name the leaves of a tree, keys as integers."""
 

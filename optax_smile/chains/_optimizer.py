@@ -36,18 +36,17 @@ class OptimizerState(NamedTuple):
         """Return None: an optimizer may change its gradients."""
 
 
-def is_optimizer(transformation: optax.GradientTransformation, params: optax.Params) -> bool:
-    """Whether a transformation has no sampler in its state, nor one that a wrapper hides there."""
-    like = _on_host.shapes_of_one(jax.eval_shape(lambda x: x, params))
-    if _settings.of(transformation, like) is not None:
-        return False
-    return not samplers(jax.eval_shape(transformation.init, like))
-
-
 def as_sampler(
-    optimizer: optax.GradientTransformationExtraArgs,
+    transformation: optax.GradientTransformation, params: optax.Params
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a sampler of an optimizer; steps to non-finite parameters are skipped."""
+    """Make a sampler of an optimizer, which has none in its state, nor hides one in a wrapper.
+
+    Steps to non-finite parameters are skipped.
+    """
+    optimizer = optax.with_extra_args_support(transformation)
+    like = _on_host.shapes_of_one(jax.eval_shape(lambda x: x, params))
+    if _settings.of(transformation, like) or samplers(jax.eval_shape(transformation.init, like)):
+        return optimizer
 
     def init(params: optax.Params) -> OptimizerState:
         return OptimizerState(

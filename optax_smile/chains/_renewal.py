@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from optax_smile import _check, _on_host
-from optax_smile._types import Batch, Tree
+from optax_smile._types import Batch, Tree, Unchecked
 from optax_smile._warn import warn
 from optax_smile.chains import _checks
 from optax_smile.chains._centers import Plan
@@ -53,12 +53,15 @@ class Centers:
     """
 
     all_data: Iterable[Batch]
-    number: float
+    number: Unchecked
     per_chain: bool
     sums: np.ndarray | None = None
     has_warned: bool = False
 
     def __post_init__(self):
+        if not isinstance(self.number, int | float):
+            rule = "a sampler with a number `num_data`, for `control_variate`"
+            _check.fail("sampler", rule, f"one with {self.number}")
         self.is_list = isinstance(self.all_data, (list, tuple))
         for _ in self.sized() if self.is_list else ():
             pass

@@ -15,8 +15,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _on_host, _table, parallel
-from optax_smile._types import Batch, Output, Tree
+from optax_smile import _check, _on_host, _settings, _table, parallel
+from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _centers, _checks, _directory, _host, _optimizer, _renewal
 from optax_smile.chains._chains import Chains
@@ -78,6 +78,16 @@ class Run:
     """
 
     announces = True  # Whether it warns of an optimizer.
+    # Before the first step. The record of the gradients is that of the last tick.
+    _num_gradients = _num_kept = 0
+    _gradients: _checks.Gradients | None = None
+    _stats: Mapping[str, np.ndarray] | None = None
+    # Number of draws of the newest loop over `draws`, and its last step.
+    _asked = 0, 0
+    _draw: Tree = None  # The draw at which the loop pauses.
+    _signal: Callable[[], str | None] | None = None
+    _interrupted: str | None = None  # The signal that ended the last call.
+    _refusal = ""  # Why the run cannot go on.
 
     @_check.arguments(
         "Run",
@@ -119,33 +129,18 @@ class Run:
     ):
         if dtype is not None and directory is None:
             _check.fail("dtype", "None without a `directory`", repr(dtype))
-        key = cast(jax.Array, key)
         self._batches, self._warns, self._directory = batches, check, directory
         self._steps_per_dispatch = steps_per_dispatch
-        self._is_optimizer = _optimizer.is_optimizer(sampler, params)
-        sampler = optax.with_extra_args_support(sampler)
-        if self._is_optimizer:
-            sampler = _optimizer.as_sampler(sampler)
-        self._chains = Chains(
-            loss_fn,
-            params,
-            sampler,
-            key=key,
-            aux=aux,
-            stochastic=stochastic,
-            per_chain=per_chain,
-            mesh=mesh,
-            specs=specs,
-            hint=_checks.advice_on_axes(params, batches),
-            has_centers=control_variate is not None,
-            num_stored=_centers.num_stored(control_variate, batches, params, specs, stochastic),
-        )
-        self._centers: _renewal.Centers | None = None
+        stored = _centers.num_stored(control_variate, batches, params, specs, stochastic)
+        given: Options = {"key": key, "aux": aux, "stochastic": stochastic, "per_chain": per_chain}
+        given |= {"mesh": mesh, "specs": specs, "num_stored": stored}
+        given["hint"] = _checks.advice_on_axes(params, batches)
+        sampler = _optimizer.as_sampler(sampler, params)
+        self._chains = Chains(loss_fn, params, sampler, **given)
+        settings = self._chains.settings or {}
+        self._is_optimizer, self._centers = settings == _settings.OPTIMIZER, None
         if control_variate is not None:
-            number = (self._chains.settings or {}).get("num_data")
-            if not isinstance(number, int | float):
-                rule = "a sampler with a number `num_data`, for `control_variate`"
-                _check.fail("sampler", rule, f"one with {number}")
+            number = settings.get("num_data")
             self._centers = _renewal.Centers(control_variate, number, per_chain)
         self._per_step = self._chains.gradients_per_step
         if self._chains.accumulates and self._per_step > 1:
@@ -153,58 +148,44 @@ class Run:
             _check.fail("sampler", rule, "one with two gradients per step")
         self._batches_per_step = 1 if batch_per == "step" else self._per_step
         self._stream = _host.Stream(batches, alternates=self._batches_per_step == 2)
+        self._position = self._stream.position()
         is_list = isinstance(batches, (list, tuple))
         if is_list:
             counted = self._chains.counted if check else None
             _checks.check_list(batches, per_chain, counted)
-        warns = check and not is_list
-        self._checked = _usable(self._stream, per_chain, warns, self._chains.misfit)
-        self._num_gradients = self._num_kept = 0
-        self._position = self._stream.position()
-        # Record of the gradients at the last tick, and statistics.
-        self._gradients: _checks.Gradients | None = None
-        self._stats: Mapping[str, np.ndarray] | None = None
-        # Number of draws of the newest loop over `draws`, and its last step.
-        self._asked = 0, 0
-        self._draw: Tree = None  # The draw at which the loop pauses.
-        self._signal: Callable[[], str | None] | None = None
-        self._interrupted: str | None = None  # The signal that ended the last call.
-        self._refusal = ""  # Why the run cannot go on.
-        start, settings = self._chains.draw(), self._chains.settings
-        closing = contextlib.ExitStack()
-        self._close = weakref.finalize(self, closing.close)
-        try:
-            self._kept: _directory.MemoryRun | _directory.DirectoryRun
-            if directory is None:
-                self._kept = _directory.MemoryRun(_on_host.local(start), settings)
-            else:
-                same = {
-                    "batch_per": batch_per,
-                    "control_variate": control_variate is not None,
-                    "stochastic": stochastic,
-                    "per_chain": per_chain,
-                    "sampler": settings,
-                    "key": np.asarray(jax.random.key_data(key)).tolist(),
-                    "batches": _directory.describe_batches(batches),
-                }
-                closing.enter_context(_directory.lock(Path(directory)))
-                self._kept = _directory.DirectoryRun(
-                    directory, start, same, dtype, checkpoint_minutes, closing
-                )
-            self._resume()
-        except BaseException:
-            self._close()
-            raise
+        warns, misfit = check and not is_list, self._chains.misfit
+        self._checked = _usable(self._stream, per_chain, warns, misfit)
+        same: Options = {"batch_per": batch_per, "control_variate": control_variate is not None}
+        same |= {"stochastic": stochastic, "per_chain": per_chain}
+        same["key"] = np.asarray(jax.random.key_data(cast(jax.Array, key))).tolist()
+        self._begin(same, dtype, checkpoint_minutes)
         if self._is_optimizer and self.announces:
             what = "Its iterates are checkpoints, not posterior draws."
             warn(f"`{_check.function_name()}`: `sampler` is an optimizer. {what}")
 
-    def _resume(self):
+    def _begin(self, same: Options, dtype: _format.StoredDtype | None, minutes: float):
+        """Keep draws in memory or in the directory, and resume the run with the `same` in it."""
+        start, settings = self._chains.draw(), self._chains.settings
+        self._kept: _directory.MemoryRun | _directory.DirectoryRun
+        closing = contextlib.ExitStack()
+        self._close = weakref.finalize(self, closing.close)
+        try:
+            if self._directory is None:
+                self._kept = _directory.MemoryRun(_on_host.local(start), settings)
+                return
+            batches = _directory.describe_batches(self._batches)
+            same = {**same, "sampler": settings, "batches": batches}
+            closing.enter_context(_directory.lock(Path(self._directory)))
+            given = same, dtype, minutes, closing
+            self._kept = _directory.DirectoryRun(self._directory, start, *given)
+            self._resume(self._kept)
+        except BaseException:
+            self._close()
+            raise
+
+    def _resume(self, kept: _directory.DirectoryRun):
         """Continue from the newest checkpoint, or write the first one."""
-        restored = None
-        if isinstance(self._kept, _directory.DirectoryRun):
-            restored = self._kept.restore(self._chains.tree)
-        if restored is None:
+        if (restored := kept.restore(self._chains.tree)) is None:
             self.checkpoint()
             return
         self._chains.tree, place = restored
@@ -500,8 +481,7 @@ class Run:
             self._interrupted = signal
             steps = _table.counted(self.num_steps, "step")
             made = f"{steps} and {_table.counted(self._num_kept, 'draw')} per chain"
-            resume, name = _directory.how_to_resume(self._directory), _check.function_name()
-            raise Interrupted(f"`{name}` was stopped by {signal} after {made}. {resume}")
+            raise Interrupted(_directory.stopped(signal, made, self._directory))
 
     @_method
     def checkpoint(self):

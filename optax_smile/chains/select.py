@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -24,7 +25,7 @@ from optax_smile.chains import _renewal
 from optax_smile.chains.run import EXIT, Interrupted, Run
 from optax_smile.draws import _checks as _draw_checks
 from optax_smile.draws.likelihoods import Likelihood
-from optax_smile.draws.predict import Predictor, predict
+from optax_smile.draws.predict import Predictor
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.state import MOST_NONFINITE
 
@@ -229,95 +230,40 @@ def select(
     if (number := jax.process_count()) > 1:
         _check.fail("params", "arrays of a single process", f"{number} processes")
     folder = None if directory is None else Path(directory).absolute()
-    read: Options = {"likelihood": likelihood, "targets": validation[1]}
-    read |= {"batch_size": batch_size, "mesh": mesh, "specs": specs}
-    plan = _Plan(num_warmup, num_draws, thin, steps_per_dispatch)
-    rounds = plan.rounds(len(candidates), largest_cost)
+    places: Options = {"mesh": mesh, "specs": specs}
     given: Options = {"key": key, "stochastic": stochastic, "per_chain": per_chain, "check": check}
-    given |= {"steps_per_dispatch": steps_per_dispatch, "mesh": mesh, "specs": specs}
-    runs: dict[str, Run] = {}
-    repeated: dict[str, int] = {}  # Steps of dropped candidates that ran again.
+    given |= {"steps_per_dispatch": steps_per_dispatch, **places}
 
-    def run(name: str) -> Run:
-        if name not in runs:
-            own = None if folder is None else folder / name
-            repeated[name] = done.get(name, 0) if own is None else 0
-            control = control_variate if settings[name] else None
-            more: Options = {"directory": own, "control_variate": control}
-            runs[name] = _Quiet(loss_fn, params, batches, candidates[name], **more, **given)
-        return runs[name]
-
-    def close(names: Iterable[str], *error: Unchecked):
-        for name in runs.keys() & names:
-            runs.pop(name).__exit__(*error or (None, None, None))
+    def begin(name: str) -> Run:
+        own: Options = {"control_variate": control_variate if settings[name] else None}
+        own["directory"] = None if folder is None else folder / name
+        return _Quiet(loss_fn, params, batches, candidates[name], **own, **given)
 
     with _check.called("select", *PARTS, **RENAMED), contextlib.ExitStack() as closing:
-        closing.push(lambda *error: close(candidates, *error))
-        start = predict(apply_fn, Snapshots.from_members(params), validation[0], **read)
-        start_lppd = _mean(_by_input(start.log_density))
+        start, (inputs, targets) = Snapshots.from_members(params), validation
+        read: Options = {"likelihood": likelihood, "targets": targets, "batch_size": batch_size}
+        predictor = Predictor(apply_fn, inputs, num_chains=start.num_chains, **read, **places)
+        start_lppd = _lppd(predictor, start)
         shapes = _on_host.shapes_of_one(params)
         settings = {name: _settings.of(x, shapes) or {} for name, x in candidates.items()}
-        # The LPPD identifies inputs, targets, likelihood, model and start.
-        identity: Options = {"candidates": settings, "rounds": [end for end, _ in rounds]}
-        identity["LPPD of the start"] = float(f"{start_lppd:.3g}")
-        found = _read(folder, identity)
-        # Steps of each candidate.
-        done = {x: end for (end, _), scores in zip(rounds, found, strict=True) for x in scores}
-        total = plan.end + sum(end * num_dropped for end, num_dropped in rounds)
-        bar = closing.enter_context(Bar(total, "selecting", progress))
-
-        def show(name: str, step: int):
-            done[name] = step
-            bar.show(sum(done.values()), candidate=name)
-
-        predictor = Predictor(apply_fn, validation[0], **read)
-        running, latest = [*candidates], Scores()
+        plan = _Plan(num_warmup, num_draws, thin, steps_per_dispatch)
+        rounds = _Rounds(plan.rounds(len(candidates), largest_cost), settings, start_lppd, folder)
+        bar = closing.enter_context(Bar(plan.end + rounds.cost(), "selecting", progress))
+        runs = closing.enter_context(_Runs(begin, plan, predictor, rounds.done(), folder, bar))
         try:
-            for (end, num_dropped), scores in zip(rounds, found, strict=True):
-                for name in _contenders(running, latest, scores):
-                    part = None if folder is None else folder / name / PART
-                    shown = functools.partial(show, name)
-                    scores[name] = _score(run(name), plan, predictor, end, part, shown)
-                    if folder is not None:
-                        _disk.write_json(folder / ROUNDS, {**identity, "found": found})
-                are_finite = np.isfinite([_mean(x.density) for x in scores.values()])
-                if num_dropped and not are_finite.any():
-                    rule = "candidates of which one keeps all chains and predictions finite"
-                    _check.fail("candidates", rule, [*scores])
-                running = _survivors(scores, len(running) - num_dropped, settings)
-                latest |= scores
-                if len(running) > 1:
-                    close(runs.keys() - running)
-            close(runs.keys() - running)
-            (best,) = running
-            for step in plan.steps(run(best), num_warmup):
-                show(best, step)
-            for _ in run(best).making(num_draws, thin):
-                show(best, run(best).num_steps)
+            for end in rounds:
+                for name in rounds.contenders():
+                    rounds.put(name, runs.score(name, end))
+                rounds.drop()
+                # Finalists may run again.
+                if len(rounds.running) > 1:
+                    runs.keep(rounds.running)
+            runs.finish(*rounds.running)
         except Interrupted as interrupt:
-            if len(running) > 1 or not run(running[0]).num_draws:
+            if len(rounds.running) > 1 or not runs[rounds.running[0]].num_draws:
                 raise
             warn(f"{interrupt} {EXIT}")
-        (best,) = running
-        draws, total_steps, final_lppd = run(best).snapshots(), run(best).num_steps, -np.inf
-        # A chain may have become non-finite after the last round.
-        with contextlib.suppress(ValueError):
-            final = predict(apply_fn, draws, validation[0], **read)
-            final_lppd = _mean(_by_input(final.log_density))
-    if not final_lppd > start_lppd:
-        numbers = f"LPPD {final_lppd:.4g}, start {start_lppd:.4g}"
-        advice = "Predict with the networks that you passed, or try fewer steps."
-        told = f"the draws of {best!r} predict no better than the start: {numbers}. {advice}"
-        warn(f"`select`: {told}")
-    found = [scores for scores in found if scores]
-    ends = np.array([end for end, _ in rounds[: len(found)]], int)
-    steps = {x: repeated.get(x, 0) + done[x] * (x != best) for x in done}
-    spent = sum(steps[x] * _settings.gradients_per_step(settings[x]) for x in steps)
-    cost = spent / int(np.asarray(draws.trace["num_gradients"])[0, -1])
-    names, (lppd, projected, error) = tuple(candidates), _table(found, [*candidates])
-    return Selection(
-        best, draws, names, ends, lppd, projected, error, start_lppd, final_lppd, total_steps, cost
-    )
+        return _result(rounds, runs, start_lppd)
 
 
 class _Quiet(Run):
@@ -393,107 +339,261 @@ BROKEN = Score([-np.inf], [-np.inf])
 Scores = dict[str, Score]
 
 
-def _score(
-    run: Run, plan: _Plan, predictor: Predictor, end: int, file: Path | None, show: Callable
-) -> Score:
-    """Run to the end of a round, and score the draws in the last half of its steps.
+@dataclasses.dataclass
+class _Rounds:
+    """Who runs in which round, and the scores, which a file keeps."""
 
-    `file` keeps the predictions so far: a run that continues from a checkpoint repeats some steps.
+    plan: list[tuple[int, int]]  # Last step of each round, and how many candidates it drops.
+    settings: Mapping[str, Options]  # Of each candidate.
+    start_lppd: float
+    folder: Path | None
+
+    def __post_init__(self):
+        self.running = [*self.settings]  # Who is left.
+        self.latest = Scores()  # The latest score of each candidate in the rounds before.
+        self.found: list[Scores] = [{} for _ in self.plan]  # All scores, by round and name.
+        # The LPPD identifies inputs, targets, likelihood, model and start.
+        self.identity: Options = {"candidates": self.settings}
+        self.identity["rounds"] = [end for end, _ in self.plan]
+        self.identity["LPPD of the start"] = float(f"{self.start_lppd:.3g}")
+        if self.folder is not None and os.path.lexists(self.folder / ROUNDS):
+            self._read(self.folder / ROUNDS)
+
+    def _read(self, file: Path):
+        """Read the scores of an earlier call."""
+        with _disk.naming(file, "file", "Restore it, or choose another directory."):
+            stored, is_intact = _disk.read_json(file)
+            if not is_intact:
+                raise ValueError("its checksum does not match")
+        for what, mine in self.identity.items():
+            if (theirs := stored.get(what)) != mine:
+                rule = f"new, or hold a selection with the same {what}: {_check.cut(mine)}"
+                got = f"{file.parent} with {_check.cut(theirs)}"
+                _check.fail("directory", rule, got)
+        self.found = [{name: Score(*x) for name, x in each.items()} for each in stored["found"]]
+
+    def __iter__(self) -> Iterator[int]:
+        """Begin each round, and yield its last step."""
+        for (end, num_dropped), scores in zip(self.plan, self.found, strict=True):
+            self.num_dropped, self.scores = num_dropped, scores
+            yield end
+
+    def contenders(self) -> Iterator[str]:
+        """Yield who is left and has no score, then those whose latest is clearly above all."""
+        yield from [name for name in self.running if name not in self.scores]
+
+        def leads(name: str) -> bool:
+            before, best = self.latest[name].density, _best(self.scores)
+            return _mean(before) - _mean(best) > CLEARLY * np.nan_to_num(_error(before, best))
+
+        while ahead := [x for x in self.latest if x not in self.scores and leads(x)]:
+            yield max(ahead, key=lambda name: _mean(self.latest[name].density))
+
+    def put(self, name: str, score: Score):
+        """Keep the score of a candidate in this round."""
+        self.scores[name] = score
+        if self.folder is not None:
+            _disk.write_json(self.folder / ROUNDS, {**self.identity, "found": self.found})
+
+    def drop(self):
+        """Keep the best; a single one may be equal to the best, and preferred to it."""
+        scores, best = self.scores, _best(self.scores)
+        if self.num_dropped and not np.isfinite([_mean(x.density) for x in scores.values()]).any():
+            rule = "candidates of which one keeps all chains and predictions finite"
+            _check.fail("candidates", rule, [*scores])
+        ranked = sorted(scores, key=lambda name: -_mean(scores[name].projected))
+
+        def is_equal(name: str) -> bool:
+            mine = scores[name].projected
+            return name == ranked[0] or _mean(best) - _mean(mine) <= _error(mine, best)
+
+        def preference(name: str) -> tuple[int, bool]:
+            mine = self.settings[name]
+            is_bayes = mine.get("temperature") == 1 and mine.get("prior_mean") != "start"
+            return _settings.gradients_per_step(mine), not is_bayes
+
+        self.running = ranked[: len(self.running) - self.num_dropped]
+        if len(self.running) == 1:
+            self.running = [min(filter(is_equal, ranked), key=preference)]
+        self.latest |= scores
+
+    def cost(self) -> int:
+        """Return the steps of all candidates that are dropped."""
+        return sum(end * num_dropped for end, num_dropped in self.plan)
+
+    def done(self) -> Counter[str]:
+        """Return the steps of each candidate that has a score."""
+        rows = zip(self.plan, self.found, strict=True)
+        return Counter({name: end for (end, _), scores in rows for name in scores})
+
+    def table(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the last steps of the rounds with scores `[round]`, and these scores.
+
+        They are LPPD, the projected one and its standard error, `[3, round, candidate]`.
+        """
+        rows = [row for row in zip(self.plan, self.found, strict=True) if row[1]]
+        table, names = np.full((3, len(rows), len(self.settings)), np.nan), [*self.settings]
+        for row, (_, scores) in enumerate(rows):
+            for name, (density, projected) in scores.items():
+                numbers = _mean(density), _mean(projected), _error(projected, _best(scores))
+                table[:, row, names.index(name)] = numbers
+        return np.array([end for (end, _), _ in rows], int), table
+
+
+@dataclasses.dataclass
+class _Runs(contextlib.AbstractContextManager):
+    """Runs of candidates, each begun where it is first needed."""
+
+    begin: Callable[[str], Run]
+    plan: _Plan
+    predictor: Predictor
+    done: Counter[str]  # Steps of each candidate.
+    folder: Path | None
+    bar: Bar
+    live: dict[str, Run] = dataclasses.field(default_factory=dict)
+    repeated: Counter[str] = dataclasses.field(default_factory=Counter)  # Steps made twice.
+
+    def __getitem__(self, name: str) -> Run:
+        if name not in self.live:
+            # In memory, a candidate that was dropped begins anew.
+            self.repeated[name] = self.done[name] if self.folder is None else 0
+            self.live[name] = self.begin(name)
+        return self.live[name]
+
+    def keep(self, names: Sequence[str]):
+        """Close all other runs."""
+        for name in self.live.keys() - names:
+            self.live.pop(name).close()
+
+    def __exit__(self, *error: Unchecked):
+        while self.live:
+            self.live.popitem()[1].__exit__(*error)
+
+    def _show(self, name: str):
+        self.done[name] = self[name].num_steps
+        self.bar.show(self.done.total(), candidate=name)
+
+    def score(self, name: str, end: int) -> Score:
+        """Run a candidate to the end of a round, and score its draws."""
+        run, plan = self[name], self.plan
+        tally = _Tally(end, None if self.folder is None else self.folder / name / PART)
+        for step in plan.steps(run, end, tally.is_due):
+            self._show(name)
+            is_draw = run.stats["is_draw"]
+            # Points of exploration do not score, unless there is no draw.
+            if tally.is_due(step) and (is_draw.all() or (step == end and not tally.scored)):
+                tally.add(step, run.last_accepted(), self.predictor)
+        run.checkpoint()
+        if run.num_steps != end or not tally.scored:
+            got = f"one with a run of {run.num_steps} steps"
+            _check.fail("directory", "new, or hold the same selection", got)
+        if np.any(run.stats["num_nonfinite"] > MOST_NONFINITE * run.stats["num_gradients"]):
+            return BROKEN
+        doublings = np.log2(plan.num_draws * plan.thin / ((1 - BURN_IN) * end))
+        return tally.score(max(0.0, doublings))
+
+    def finish(self, name: str):
+        """Run the chosen candidate to its end, and close all others."""
+        self.keep([name])
+        for _ in self.plan.steps(self[name], self.plan.num_warmup):
+            self._show(name)
+        for _ in self[name].making(self.plan.num_draws, self.plan.thin):
+            self._show(name)
+
+
+class _Tally:
+    """Densities of the draws in the last half of a round, which score it.
+
+    `file` keeps them: a run that continues from a checkpoint repeats some steps.
     """
-    # Step of the last draw; number of draws and log of their summed densities, for each half.
-    scored, counts, sums = 0, [0, 0], [np.array(-np.inf), np.array(-np.inf)]
-    if file is not None and file.exists():
-        with _disk.naming(file, "file", "Remove the folder of this candidate."):
-            header, arrays = _disk.read(file)
-            if header["end"] == end:
-                scored, counts = header["scored"], header["counts"]
-                sums = [arrays["early"], arrays["late"]]
 
-    def num_due(step: int) -> int:
+    def __init__(self, end: int, file: Path | None):
+        self.end, self.file = end, file
+        # Step of the last draw; number of draws and log of their summed densities, for each half.
+        self.scored, self.counts = 0, [0, 0]
+        self.sums = [np.array(-np.inf), np.array(-np.inf)]
+        if file is not None and file.exists():
+            with _disk.naming(file, "file", "Remove the folder of this candidate."):
+                header, arrays = _disk.read(file)
+                if header["end"] == end:
+                    self.scored, self.counts = header["scored"], header["counts"]
+                    self.sums = [arrays["early"], arrays["late"]]
+
+    def _num_due(self, step: int) -> int:
         """Count the draws of each chain that score the round until a step."""
-        first = BURN_IN * end
-        return max(0, int(NUM_SCORED * (step - first) / (end - first)))
+        first = BURN_IN * self.end
+        return max(0, int(NUM_SCORED * (step - first) / (self.end - first)))
 
-    def is_due(step: int) -> bool:
-        return num_due(step) > num_due(scored)
+    def is_due(self, step: int) -> bool:
+        """Whether the next draw scores the round."""
+        return self._num_due(step) > self._num_due(self.scored)
 
-    for step in plan.steps(run, end, is_due):
-        show(step)
-        is_draw = run.stats["is_draw"]
-        # Points of exploration do not score, unless there is no draw.
-        if is_due(step) and (is_draw.all() or (step == end and not scored)):
-            points, half = run.last_accepted(), int(step > (1 + BURN_IN) / 2 * end)
-            predictor.restart()
-            for chain in range(len(is_draw)):
-                predictor.update(jax.tree.map(lambda x, chain=chain: x[chain], points))
-            sums[half] = _log_sum(sums[half], predictor)
-            counts[half] += predictor.count
-            scored = step
-            if file is not None:
-                header = {"file": file.name, "end": end, "scored": scored, "counts": counts}
-                _disk.write(file, _disk.pack(header, {"early": sums[0], "late": sums[1]}))
-    run.checkpoint()
-    if run.num_steps != end or not scored:
-        got = f"one with a run of {run.num_steps} steps"
-        _check.fail("directory", "new, or hold the same selection", got)
-    if np.any(run.stats["num_nonfinite"] > MOST_NONFINITE * run.stats["num_gradients"]):
-        return BROKEN
-    doublings = np.log2(plan.num_draws * plan.thin / ((1 - BURN_IN) * end))
-    return _projected(counts, sums, max(0.0, doublings))
+    def add(self, step: int, points: Tree, predictor: Predictor):
+        """Add densities of draws, arrays `[chain, ...]`.
 
+        They are NaN for padding, and everywhere if predictions are not finite.
+        """
+        half = int(step > (1 + BURN_IN) / 2 * self.end)
+        before, self.sums[half] = self.sums[half], np.full_like(self.sums[half], np.nan)
+        predictor.restart()
+        for chain in range(len(jax.tree.leaves(points)[0])):
+            predictor.update(jax.tree.map(lambda x, chain=chain: x[chain], points))
+        # Predictions of the start were finite, so an error means non-finite draws.
+        with contextlib.suppress(ValueError), np.errstate(invalid="ignore"):
+            log_density = np.asarray(predictor.finalize().log_density, float)
+            self.sums[half] = np.logaddexp(before, log_density + np.log(predictor.count))
+        self.counts[half] += predictor.count
+        self.scored = step
+        if self.file is not None:
+            header = {"file": self.file.name, "end": self.end}
+            header |= {"scored": step, "counts": self.counts}
+            early, late = self.sums
+            _disk.write(self.file, _disk.pack(header, {"early": early, "late": late}))
 
-def _log_sum(before: np.ndarray, predictor: Predictor) -> np.ndarray:
-    """Add densities of draws; NaN for padding, and everywhere if predictions are not finite."""
-    # Predictions of the start were finite, so an error means non-finite draws.
-    with contextlib.suppress(ValueError), np.errstate(invalid="ignore"):
-        log_density = np.asarray(predictor.finalize().log_density, float)
-        return np.logaddexp(before, log_density + np.log(predictor.count))
-    return np.full_like(before, np.nan)
-
-
-def _projected(counts: Sequence[int], sums: Sequence[np.ndarray], doublings: float) -> Score:
-    """Score the average of two halves; its gain over each is that of twice as many draws."""
-    if any(np.isnan(x).all() for x in sums):
-        return BROKEN
-    # NumPy warns of the NaN of padding.
-    with np.errstate(invalid="ignore"):
-        density = _by_input(np.logaddexp(*sums) - np.log(sum(counts)))
-    gain = np.zeros_like(density)
-    if all(counts) and np.isfinite(density).all():
-        halves = [_by_input(x - np.log(count)) for x, count in zip(sums, counts, strict=True)]
-        gain = np.minimum(density - np.average(halves, 0, counts), LARGEST_GAIN)
-    return Score(density.tolist(), (density + GAIN_KEPT * doublings * gain).tolist())
+    def score(self, doublings: float) -> Score:
+        """Score the average of the halves; its gain over each is that of twice as many draws."""
+        if any(np.isnan(x).all() for x in self.sums):
+            return BROKEN
+        # NumPy warns of the NaN of padding.
+        with np.errstate(invalid="ignore"):
+            density = _by_input(np.logaddexp(*self.sums) - np.log(sum(self.counts)))
+        gain = np.zeros_like(density)
+        if all(self.counts) and np.isfinite(density).all():
+            parts = zip(self.sums, self.counts, strict=True)
+            halves = [_by_input(x - np.log(count)) for x, count in parts]
+            gain = np.minimum(density - np.average(halves, 0, self.counts), LARGEST_GAIN)
+        return Score(density.tolist(), (density + GAIN_KEPT * doublings * gain).tolist())
 
 
-def _contenders(running: Sequence[str], latest: Scores, scores: Scores) -> Iterator[str]:
-    """Yield who is left and not in `scores`, then those whose latest is clearly better than all."""
-    yield from [name for name in running if name not in scores]
+def _result(rounds: _Rounds, runs: _Runs, start_lppd: float) -> Selection:
+    """Return the draws of the chosen candidate, and how all came to this."""
+    (best,) = rounds.running
+    draws, total_steps, final_lppd = runs[best].snapshots(), runs[best].num_steps, -np.inf
+    # A chain may have become non-finite after the last round.
+    with contextlib.suppress(ValueError):
+        final_lppd = _lppd(runs.predictor, draws)
+    if not final_lppd > start_lppd:
+        numbers = f"LPPD {final_lppd:.4g}, start {start_lppd:.4g}"
+        advice = "Predict with the networks that you passed, or try fewer steps."
+        told = f"the draws of {best!r} predict no better than the start: {numbers}. {advice}"
+        warn(f"`select`: {told}")
+    spent = sum(
+        (runs.repeated[name] + runs.done[name] * (name != best)) * _settings.gradients_per_step(x)
+        for name, x in rounds.settings.items()
+    )
+    cost = spent / int(np.asarray(draws.trace["num_gradients"])[0, -1])
+    names, (ends, (lppd, projected, error)) = tuple(rounds.settings), rounds.table()
+    return Selection(
+        best, draws, names, ends, lppd, projected, error, start_lppd, final_lppd, total_steps, cost
+    )
 
-    def leads(name: str) -> bool:
-        before, best = latest[name].density, _best(scores)
-        return _mean(before) - _mean(best) > CLEARLY * np.nan_to_num(_error(before, best))
 
-    while ahead := [name for name in latest if name not in scores and leads(name)]:
-        yield max(ahead, key=lambda name: _mean(latest[name].density))
-
-
-def _survivors(scores: Scores, number: int, settings: Mapping[str, Options]) -> list[str]:
-    """Return the best `number`; a single one may be equal to the best, and preferred to it."""
-    ranked = sorted(scores, key=lambda name: -_mean(scores[name].projected))
-    if number > 1:
-        return ranked[:number]
-    best = _best(scores)
-
-    def is_equal(name: str) -> bool:
-        mine = scores[name].projected
-        return name == ranked[0] or _mean(best) - _mean(mine) <= _error(mine, best)
-
-    def preference(name: str) -> tuple[int, bool]:
-        mine = settings[name]
-        is_bayes = mine.get("temperature") == 1 and mine.get("prior_mean") != "start"
-        return _settings.gradients_per_step(mine), not is_bayes
-
-    return [min(filter(is_equal, ranked), key=preference)]
+def _lppd(predictor: Predictor, snapshots: Iterable[Tree]) -> float:
+    """Compute the LPPD of the average of snapshots."""
+    predictor.restart()
+    for params in snapshots:
+        predictor.update(params)
+    return _mean(_by_input(predictor.finalize().log_density))
 
 
 def _best(scores: Scores) -> list[float]:
@@ -526,28 +626,3 @@ def _by_input(log_density: np.ndarray | None) -> np.ndarray:
     ratio = sums.sum() / number.sum()
     shift = ratio * (1 - number / number.mean()) if np.isfinite(ratio) else 0
     return sums / number.mean() + shift
-
-
-def _read(folder: Path | None, identity: Options) -> list[Scores]:
-    """Read the scores of an earlier call, for each round by name."""
-    if folder is None or not os.path.lexists(file := folder / ROUNDS):
-        return [{} for _ in identity["rounds"]]
-    with _disk.naming(file, "file", "Restore it, or choose another directory."):
-        stored, is_intact = _disk.read_json(file)
-        if not is_intact:
-            raise ValueError("its checksum does not match")
-    for what, mine in identity.items():
-        if (theirs := stored.get(what)) != mine:
-            rule = f"new, or hold a selection with the same {what}: {_check.cut(mine)}"
-            _check.fail("directory", rule, f"{folder} with {_check.cut(theirs)}")
-    return [{name: Score(*x) for name, x in scores.items()} for scores in stored["found"]]
-
-
-def _table(found: list[Scores], names: list[str]) -> np.ndarray:
-    """Return LPPD, the projected one and its standard error, `[3, round, candidate]`."""
-    table = np.full((3, len(found), len(names)), np.nan)
-    for row, scores in enumerate(found):
-        for name, (density, projected) in scores.items():
-            numbers = _mean(density), _mean(projected), _error(projected, _best(scores))
-            table[:, row, names.index(name)] = numbers
-    return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -152,110 +153,170 @@ def warmstart(
     # The argument check has converted a seed to a typed key.
     typed = cast(jax.Array, key)
     members = _begin(init_fn, optimizer, num_members, typed, stochastic, aux, mesh, specs)
+    _check_start(members, optimizer, check)
+    given = optimizer, batches, steps_per_epoch, validation, num_epochs, patience, check, mesh
+    training = _Training(members, loss, *given)
+    same: Options = {"stochastic": stochastic, "num_members": num_members, "patience": patience}
+    same["key"] = np.asarray(jax.random.key_data(typed)).tolist()
+    same["validation"] = None if validation is None else str(jax.tree.map(np.shape, validation))
+    same["batches"] = _directory.describe_batches(batches)
+    same["steps_per_epoch"] = steps_per_epoch
+    with ExitStack() as closing:
+        if directory is not None:
+            closing.enter_context(_directory.lock(Path(directory)))
+            training.restore(Path(directory), checkpoint_minutes, same)
+        bar = closing.enter_context(Bar(num_epochs, "warm start", progress))
+        stop_requested = closing.enter_context(_host.stop_signals())
+        if training.epoch and training.is_done():
+            what = f"Its {num_members} members, trained for {training.epoch} epochs, are returned."
+            warn(f"`warmstart`: the training in {directory} is finished. {what}")
+        else:
+            training.skip_epochs()
+        signal = training.run(bar, stop_requested)
+    if signal:
+        # The members may be half trained.
+        epochs = f"{training.epoch} of at most {num_epochs} epochs"
+        message = _directory.stopped(signal, epochs, directory)
+        if signal == "SIGTERM" and directory is not None:
+            raise KeyboardInterrupt(message)
+        warn(message)
+    return _best(training.members)
+
+
+def _check_start(members: Members, optimizer: optax.GradientTransformationExtraArgs, check: bool):
+    """Warn of a sampler in place of the optimizer, and of members with the same parameters."""
     shapes = _on_host.shapes_of_one(members.params)
     if _settings.of(optimizer, shapes) is not None:
         warn("`warmstart`: `optimizer` is a sampler, which gives draws. Pass it to `sample`.")
-    elif check and not stochastic:
+    elif check and members.key is None:
         first = _on_host.first_alike(_on_host.local(members.params))
         if copies := [member for member, like in enumerate(first) if first.count(like) > 1]:
             what = f"the same parameters for members {copies}. Does it use its key?"
             warn(f"`warmstart`: `init_fn` returned {what}")
-    steps = _steps(loss, optimizer, patience, validation is None)
-    train, judge = (parallel.step(step, members, mesh=mesh) for step in steps)
-    with _check.called("warmstart", "parallel.place_batch", batch="validation"):
-        held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
-    hint = _checks.advice_on_single(batches)
-    losses = _checks.Losses(loss, num_members, False, mesh, hint)
-    epoch, signal, checkpoints = 0, None, None
-    batch = None if validation is None else jax.tree.map(np.shape, validation)
-    identity: Options = {
-        "stochastic": stochastic,
-        "num_members": num_members,
-        "patience": patience,
-        "key": np.asarray(jax.random.key_data(typed)).tolist(),
-        "validation": None if batch is None else str(batch),
-        "batches": _directory.describe_batches(batches),
-        "steps_per_epoch": steps_per_epoch,
-    }
-    stream = None if steps_per_epoch is None else _host.Stream(batches)
 
-    def of_epochs(number: int) -> Iterable[Batch]:
-        """Return the batches of a number of epochs."""
-        if stream is None:
-            return chain.from_iterable(batches for _ in range(number))
-        return islice(stream, number * cast(int, steps_per_epoch))
 
-    with ExitStack() as closing:
-        if directory is not None:
-            folder = Path(directory)
-            closing.enter_context(_directory.lock(folder))
-            checkpoints = _directory.Checkpoints(folder, checkpoint_minutes, "warmstart")
-            if place := checkpoints.place():
-                _directory.check_settings(folder, place["run"], identity)
-            if restored := checkpoints.restore(members):
-                members, epoch = restored[0], restored[1]["epoch"]
-        bar = closing.enter_context(Bar(num_epochs, "warm start", progress))
-        stop_requested = closing.enter_context(_host.stop_signals())
-        first_epoch = epoch
-        if epoch < num_epochs and not _are_done(members, patience):
-            # To the order that a shuffled pass has next; passes over a list are all equal.
-            if stream is not None or not isinstance(batches, Sequence):
-                collections.deque(of_epochs(epoch), maxlen=0)
-        elif epoch:
-            what = f"Its {num_members} members, trained for {epoch} epochs, are returned."
-            warn(f"`warmstart`: the training in {directory} is finished. {what}")
-        while epoch < num_epochs and not signal and not _are_done(members, patience):
-            num_batches, copies = 0, not isinstance(batches, (list, tuple))
-            for num_batches, given in enumerate(of_epochs(1), 1):
-                batch = _on_host.as_numeric("batches", given, copy=copies)
-                if epoch == 0 and num_batches == 1:
-                    losses.check(members, batch)
-                    if check and not stochastic:
-                        of_batch = partial(losses, members)
-                        like = _on_host.shapes_of_one(members)
-                        counted = _checks.Counted(None, False, None if mesh else loss, like)
-                        _checks.warn_of_sum(of_batch, batch, counted, mesh)
-                    if validation is not None:
-                        losses.check(members, validation, "validation")
-                        # A loss may ignore missing numbers.
-                        if not _checks.is_finite(validation) and not np.any(
-                            np.isfinite(_on_host.local(losses(members, validation)))
-                        ):
-                            _check.fail("validation", "finite", "nan or inf")
-                members = train(members, losses.put(batch))
-                if epoch == first_epoch and num_batches == 1:
-                    bar.show(epoch)
-            epoch += 1
-            if not num_batches:
-                rule = "an iterable that yields batches in every epoch, such as a list"
-                _check.fail("batches", rule, f"none in epoch {epoch}")
-            members = judge(members, held_out)
-            bar.show(epoch, loss=f"{np.mean(_on_host.local(members.best_loss)):.4f}")
-            is_due = checkpoints is not None and checkpoints.is_due()
-            signal, is_due = _host.agree(stop_requested(), is_due)
-            if checkpoints is not None and is_due:
-                checkpoints.save(epoch, members, {"epoch": epoch, "run": identity})
-        if epoch < num_epochs and not signal:
-            bar.end("no smaller validation loss")
-        if checkpoints is not None:
-            checkpoints.save(epoch, members, {"epoch": epoch, "run": identity})
-    if signal:
-        # The members may be half trained.
-        epochs = f"{epoch} of at most {num_epochs} epochs"
-        message = f"`warmstart` was stopped by {signal} after {epochs}. "
-        message += _directory.how_to_resume(directory)
-        if signal == "SIGTERM" and directory is not None:
-            raise KeyboardInterrupt(message)
-        warn(message)
+def _best(members: Members) -> Tree:
+    """Return the best weights; each member must have had a finite loss."""
     lost = np.flatnonzero(~np.isfinite(_on_host.local(members.best_loss))).tolist()
     if lost:
         rule, got = "finite for every member after some epoch", f"never so for the members {lost}"
         advice = "Are the batches and `validation` finite? Try a smaller learning rate."
         _check.fail("loss_fn", rule, got, advice)
     if members.num_lost is not None and np.any(lost := _on_host.local(members.num_lost)):
-        at = _checks.listed(aux, np.any(lost, axis=0))
+        at = _checks.listed(members.aux, np.any(lost, axis=0))
         warn(f"`warmstart`: `aux` was not finite at {at} after {np.max(lost)} steps. {KEPT}")
-    return members.best["params"] if aux is None else members.best
+    return members.best["params"] if members.aux is None else members.best
+
+
+@dataclasses.dataclass
+class _Training:
+    """Members after `epoch` epochs, and what trains them on."""
+
+    members: Members
+    loss: _checks.FullLoss
+    optimizer: optax.GradientTransformationExtraArgs
+    batches: Iterable[Batch]
+    steps_per_epoch: int | None
+    validation: Batch
+    num_epochs: int
+    patience: int
+    check: bool
+    mesh: Mesh | None
+    checkpoints: _directory.Checkpoints | None = None
+    epoch: int = 0
+    first_epoch: int = 0  # That of this call.
+
+    def __post_init__(self):
+        mesh, members, validation = self.mesh, self.members, self.validation
+        steps = _steps(self.loss, self.optimizer, self.patience, validation is None)
+        self.train, self.judge = (parallel.step(step, members, mesh=mesh) for step in steps)
+        with _check.called("warmstart", "parallel.place_batch", batch="validation"):
+            held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
+        self.held_out, hint = held_out, _checks.advice_on_single(self.batches)
+        number = len(members.stale)
+        self.losses = _checks.Losses(self.loss, number, False, mesh, hint)
+        self.stream = None if self.steps_per_epoch is None else _host.Stream(self.batches)
+
+    def restore(self, folder: Path, minutes: float, same: Options):
+        """Keep checkpoints in a folder, and continue from the newest, with the `same` settings."""
+        self.checkpoints, self.same = _directory.Checkpoints(folder, minutes, "warmstart"), same
+        if place := self.checkpoints.place():
+            _directory.check_settings(folder, place["run"], same)
+        if restored := self.checkpoints.restore(self.members):
+            self.members, self.epoch = restored[0], restored[1]["epoch"]
+        self.first_epoch = self.epoch
+
+    def is_done(self) -> bool:
+        """Return whether all epochs are made, or no member has improved for `patience` epochs."""
+        if self.epoch >= self.num_epochs:
+            return True
+        runs = bool(np.any(_on_host.local(self.members.stale) < self.patience))
+        return not any(_host.any_process(runs))
+
+    def _take(self, number: int) -> Iterable[Batch]:
+        """Return the batches of a number of epochs."""
+        if self.stream is None:
+            return chain.from_iterable(self.batches for _ in range(number))
+        return islice(self.stream, number * cast(int, self.steps_per_epoch))
+
+    def skip_epochs(self):
+        """Read the batches of epochs before, for the order that a shuffled pass has next."""
+        # Passes over a list are all equal.
+        if self.stream is not None or not isinstance(self.batches, Sequence):
+            collections.deque(self._take(self.epoch), maxlen=0)
+
+    def run(self, bar: Bar, stop_requested: Callable[[], str | None]) -> str | None:
+        """Train to the end, or to the end of the epoch of a signal, and return this signal."""
+        signal = None
+        while not signal and not self.is_done():
+            self._run_epoch(bar)
+            is_due = self.checkpoints is not None and self.checkpoints.is_due()
+            signal, is_due = _host.agree(stop_requested(), is_due)
+            if is_due:
+                self._save()
+        if self.epoch < self.num_epochs and not signal:
+            bar.end("no smaller validation loss")
+        self._save()
+        return signal
+
+    def _run_epoch(self, bar: Bar):
+        """Train for an epoch, and compute the validation loss."""
+        number, copies = 0, not isinstance(self.batches, (list, tuple))
+        for number, given in enumerate(self._take(1), 1):
+            batch = _on_host.as_numeric("batches", given, copy=copies)
+            if number == 1 and self.epoch == 0:
+                self._check_losses(batch)
+            self.members = self.train(self.members, self.losses.put(batch))
+            if number == 1 and self.epoch == self.first_epoch:
+                bar.show(self.epoch)
+        self.epoch += 1
+        if not number:
+            rule = "an iterable that yields batches in every epoch, such as a list"
+            _check.fail("batches", rule, f"none in epoch {self.epoch}")
+        self.members = self.judge(self.members, self.held_out)
+        loss = np.mean(_on_host.local(self.members.best_loss))
+        bar.show(self.epoch, loss=f"{loss:.4f}")
+
+    def _save(self):
+        """Write a checkpoint if there is a folder for it."""
+        if self.checkpoints is not None:
+            self.checkpoints.save(self.epoch, self.members, {"epoch": self.epoch, "run": self.same})
+
+    def _check_losses(self, batch: Batch):
+        """Check the losses of the first batch and of the validation."""
+        self.losses.check(self.members, batch)
+        of_batch = partial(self.losses, self.members)
+        if self.check and self.members.key is None:
+            like = _on_host.shapes_of_one(self.members)
+            counted = _checks.Counted(None, False, None if self.mesh else self.loss, like)
+            _checks.warn_of_sum(of_batch, batch, counted, self.mesh)
+        if self.validation is not None:
+            self.losses.check(self.members, self.validation, "validation")
+            # A loss may ignore missing numbers.
+            if not _checks.is_finite(self.validation) and not np.any(
+                np.isfinite(_on_host.local(of_batch(self.validation)))
+            ):
+                _check.fail("validation", "finite", "nan or inf")
 
 
 @_check.called("warmstart", "parallel.place", "parallel.init", tree="params", sampler="optimizer")
@@ -312,7 +373,7 @@ def _steps(
     """Return the training step of one member, and its validation step after an epoch."""
 
     def train(member: Members, batch: Batch) -> Members:
-        key, used = (None, None) if member.key is None else jax.random.split(member.key)
+        key, used = _noise.next_key(member.key)
         value_and_grad = jax.value_and_grad(loss, has_aux=True)
         (value, aux), grads = value_and_grad(member.params, member.aux, used, batch)
         updates, state = optimizer.update(grads, member.state, member.params, value=value)
@@ -339,12 +400,6 @@ def _steps(
         )
 
     return train, judge
-
-
-def _are_done(members: Members, patience: int) -> bool:
-    """Return whether no member has improved for `patience` epochs."""
-    (running,) = _host.any_process(bool(np.any(_on_host.local(members.stale) < patience)))
-    return not running
 
 
 WEIGHTS = _check.kind((list, tuple), "a list of at least one parameter tree")
@@ -413,10 +468,7 @@ def chains_from_weights(
     def disturb(chain, noise):
         sizes = jax.tree.map(lambda x: jnp.sqrt(jnp.mean(x**2)), chain)
         are_zero = jnp.all(jnp.stack([size == 0 for size in jax.tree.leaves(sizes)]))
-
-        def disturb_leaf(x, size, y):
-            return x + jitter * jnp.where(are_zero, 1, size) * y
-
-        return jax.tree.map(disturb_leaf, chain, sizes, noise)
+        units = jax.tree.map(lambda size: jnp.where(are_zero, 1, size), sizes)
+        return jax.tree.map(lambda x, unit, y: x + jitter * unit * y, chain, units, noise)
 
     return jax.vmap(disturb)(chains, _noise.normal_like(drawn, chains))

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from optax_smile import _check, _check_trees, parallel
-from optax_smile._types import T
+from optax_smile._types import Options, T
 from optax_smile._warn import warn
 from optax_smile.draws import _checks
 from optax_smile.draws.likelihoods import Likelihood, Name, are_probabilities, form_of
@@ -96,18 +96,10 @@ def predict(
 
     Source: entropy and mutual information: Depeweg et al. 2018.
     """
+    given: Options = {"likelihood": likelihood, "targets": targets, "batch_size": batch_size}
+    given |= {"num_chains": getattr(snapshots, "num_chains", None), "per": per}
     with _check.called("predict", "Predictor", "Predictor.update", params="snapshots"):
-        predictor = Predictor(
-            apply_fn,
-            inputs,
-            likelihood=likelihood,
-            targets=targets,
-            batch_size=batch_size,
-            num_chains=getattr(snapshots, "num_chains", None),
-            per=per,
-            mesh=mesh,
-            specs=specs,
-        )
+        predictor = Predictor(apply_fn, inputs, mesh=mesh, specs=specs, **given)
         for params in snapshots:
             predictor.update(params)
         return predictor.finalize()
@@ -292,7 +284,10 @@ class Predictor:
         """The compiled function that makes an empty average with the shapes of the outputs."""
 
         def zero(params, batch):
-            return _empty_average(*self._outcome(params, batch))
+            average = _average_of(*self._outcome(params, batch), jnp.int32(0))
+            none = jax.tree.map(jnp.zeros_like, average)
+            least = jax.tree.map(lambda x: x - jnp.inf, none.largest)
+            return none._replace(largest=least, invalid=none.invalid - 1)
 
         return jax.jit(parallel.over_chains(zero, mesh=self.mesh, in_axes=(0, None)))
 
@@ -509,13 +504,6 @@ def _average_of(outcome: Outcome, form: jax.Array, number: jax.Array) -> Average
         invalid=jnp.where(_is_valid(outcome), -1, number),
         form=form,
     )
-
-
-def _empty_average(outcome: Outcome, form: jax.Array) -> Average:
-    """Return the empty average for predictions of the shapes of `outcome`."""
-    zero = jax.tree.map(jnp.zeros_like, _average_of(outcome, form, jnp.int32(0)))
-    least = jax.tree.map(lambda x: x - jnp.inf, zero.largest)
-    return zero._replace(largest=least, invalid=zero.invalid - 1)
 
 
 def _is_valid(outcome: Outcome) -> jax.Array:

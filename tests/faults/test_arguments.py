@@ -174,9 +174,9 @@ def declaration(name: str) -> tuple[str, Any]:
 
 
 # What else an error may name: what gets the value, or has to fit it.
-TOLD = {"batches": "loss_fn", "inputs": "targets", "mean": "likelihood", "variance": "likelihood"}
+TOLD = {"batches": "loss_fn", "data": "loss_fn", "inputs": "targets", "mean": "likelihood"}
 TOLD |= {"num_chains": "trace", "params": "loss_fn|apply_fn"} | dict.fromkeys(
-    ("log_density", "entropy", "check", "has_target"), "likelihood"
+    ("variance", "log_density", "entropy", "check", "has_target"), "likelihood"
 )
 
 
