@@ -23,7 +23,7 @@ def as_numeric(argument: str, tree: T, *, copy: bool = False) -> T:
     JAX would wrap integers that do not fit its own without a word.
     """
 
-    def convert(path: tuple, leaf: object) -> object:
+    def convert(path: tuple[object, ...], leaf: object) -> object:
         if isinstance(leaf, (jax.Array, bool, float, complex)):
             return leaf
         at, advice = jax.tree_util.keystr(path), ""

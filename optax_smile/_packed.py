@@ -116,7 +116,7 @@ class State(tuple, Generic[Inside]):
     def __repr__(self) -> str:
         return f"State({', '.join(f'{name}={part!r}' for name, part in self._asdict().items())})"
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[object, ...]:
         skeleton = jax.tree.unflatten(self.nested, self.names)
         return _restored, (skeleton, self.kinds, self.like, self.num_calls, tuple(self))
 
@@ -209,7 +209,7 @@ def _kind_of(scalar: jax.Array) -> str:
 @functools.cache
 def _class_of(
     nested: object, names: tuple[str, ...], kinds: tuple[str, ...], like: str, num_calls: int
-) -> type[State]:
+) -> type[State[Any]]:
     """Make the class of all states of a layout, so that JAX tells those of others apart."""
     pairs = list(zip(names, kinds, strict=True))
     fields = Fields([*(name for name, kind in pairs if not kind), *KINDS])
@@ -222,8 +222,8 @@ def _class_of(
 
 
 def _restored(
-    skeleton: object, kinds: tuple[str, ...], like: str, num_calls: int, items: tuple
-) -> State:
+    skeleton: object, kinds: tuple[str, ...], like: str, num_calls: int, items: tuple[object, ...]
+) -> State[Any]:
     """Make a state from a file of pickle."""
     names, nested = jax.tree.flatten(skeleton)
     return _class_of(nested, tuple(names), kinds, like, num_calls)(*items)

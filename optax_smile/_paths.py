@@ -14,7 +14,9 @@ class Misfit(ValueError):
     """A tree lacks a leaf, or has another in its place: what it must be, and what it is."""
 
 
-def map_sampled(function: Callable, sampled: object, params: T) -> T:
+def map_sampled(
+    function: Callable[[jax.Array, jax.Array], jax.Array], sampled: object, params: T
+) -> T:
     """Map over the leaves that the sampler sees, and leave all others of `params` unchanged.
 
     Leaves are matched by the names on their paths. Raises `Misfit`.

@@ -25,6 +25,7 @@ FINGERPRINT = 2
 LARGEST_GROUP = 8
 # A tree of the arrays that `sums_and_sketch` makes of the leaves.
 Sketch = NewType("Sketch", object)
+Combine = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def sums(trees: Sequence[optax.Params]) -> list[jax.Array]:
@@ -172,7 +173,7 @@ def _block_sums(
 
 
 def reduce(
-    function: Callable, arrays: Sequence[jax.Array], axes: tuple[int, ...]
+    function: Combine, arrays: Sequence[jax.Array], axes: tuple[int, ...]
 ) -> list[jax.Array]:
     """Reduce arrays of one shape over some axes in one pass; `function` keeps 0 as it is."""
     zeros = tuple(jnp.zeros((), x.dtype) for x in arrays)
@@ -180,7 +181,7 @@ def reduce(
 
 
 @functools.cache
-def _combine(function: Callable) -> Callable:
+def _combine(function: Combine) -> Callable[..., tuple[jax.Array, ...]]:
     """Apply a function to each of several numbers; JAX compiles once for the same object."""
     return functools.partial(jax.tree.map, function)
 

@@ -17,6 +17,7 @@ from optax_smile import _check, _on_host
 __all__ = ["init", "over_chains", "place", "place_batch", "step"]
 
 Carry = TypeVar("Carry")
+Function = TypeVar("Function", bound=Callable[..., object])
 CHAIN, DATA = "chain", "data"
 OLDEST = (0, 7)  # Of JAX that has what a mesh needs.
 
@@ -159,8 +160,8 @@ def place_batch(
     in_axes=_check.Where("0, or a tuple of 0 and None", _are_axes),
 )
 def over_chains(
-    function: Callable, *, mesh: Mesh | None = None, in_axes: int | tuple[int | None, ...] = 0
-) -> Callable:
+    function: Function, *, mesh: Mesh | None = None, in_axes: int | tuple[int | None, ...] = 0
+) -> Function:
     """Map a function of one chain over all chains, to compile with `jax.jit`.
 
     The axis `"chain"` is a manual axis of `jax.shard_map`, so that chains cannot communicate; the

@@ -312,7 +312,7 @@ def is_ready(number: object) -> bool:
     return is_concrete(number) and getattr(number, "is_ready", lambda: True)()
 
 
-def _samplers(state: object) -> tuple[list[SamplerState], list[tuple]]:
+def _samplers(state: object) -> tuple[list[SamplerState], list[tuple[object, ...]]]:
     """Sampler states inside a state, and plain tuples: the states of `optax.chain` are tuples."""
     chains = []
 

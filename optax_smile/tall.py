@@ -150,7 +150,7 @@ def stored(
         rule = f"the data of the centre, with the mean loss {float(center.loss):.6g}"
         _check.fail("data", rule, f"{mean:.6g}, the mean over single examples")
 
-    def reduced(params: optax.Params, batch: tuple) -> jax.Array:
+    def reduced(params: optax.Params, batch: tuple[object, ...]) -> jax.Array:
         examples, *columns = batch
         loss, gradient = jax.tree.map(lambda x: jnp.mean(x, axis=0), columns)
         return loss_fn(params, examples) - residual(loss, gradient, center, params)

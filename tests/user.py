@@ -2,7 +2,7 @@
 # Optax has no types to find; what JAX leaves unknown is no matter of ours.
 # pyright: strict, reportUnknownMemberType=false
 
-from typing import Any, assert_type
+from typing import Any, NamedTuple, assert_type
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,21 @@ def mean_loss(params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 def outputs(params: Any, inputs: jax.Array) -> tuple[jax.Array, float]:
     return inputs @ params["w"], 0.0
+
+
+class Known(NamedTuple):
+    scale: Params
+
+    def inverse_scale(self) -> Params:
+        return {name: 1 / x for name, x in self.scale.items()}
+
+
+class KnownScale(optax_smile.Preconditioner[Known]):
+    def init(self, params: optax.Params) -> Known:
+        return Known({"w": 10 * jnp.ones(3)})
+
+    def observe(self, state: Known, *_: object, **__: object) -> Known:
+        return state
 
 
 def own_loop(sampler: optax.GradientTransformationExtraArgs) -> list[Any]:
@@ -66,7 +81,8 @@ def whole_run() -> tuple[Snapshots | StoredSnapshots, Prediction]:
 def main() -> None:
     sampler = optax_smile.psmile(num_data=100, key=0)
     assert_type(sampler, optax.GradientTransformationExtraArgs)
-    kept = own_loop(sampler)
+    scaled = optax_smile.smile(num_data=100, preconditioner=KnownScale(), key=0)
+    kept = own_loop(sampler) + own_loop(scaled)
     draws, prediction = whole_run()
     assert_type(len(draws), int)
     assert_type(draws[2:4], list[Any])

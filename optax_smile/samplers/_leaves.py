@@ -88,7 +88,7 @@ def narrowed(state: ChainState[D], fresh: ChainState[D]) -> ChainState[D]:
     """Replace arrays of a fresh state of fewer leaves by those of a state, by path and shape."""
     arrays = dict(jax.tree_util.tree_leaves_with_path(state))
 
-    def leaf(path: tuple, new: jax.Array) -> jax.Array:
+    def leaf(path: tuple[object, ...], new: jax.Array) -> jax.Array:
         old = arrays.get(path, new)
         return old if jnp.shape(old) == jnp.shape(new) else new
 
@@ -102,7 +102,7 @@ def only(tree: T, other: object) -> T:
     return jax.tree.map(lambda x, y: None if y is None else x, tree, other, is_leaf=_is_none)
 
 
-def _place(path: tuple) -> str:
+def _place(path: tuple[object, ...]) -> str:
     """Name the place of a leaf."""
     return jax.tree_util.keystr(path) or "the only leaf"
 

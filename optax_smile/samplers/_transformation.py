@@ -138,7 +138,7 @@ def _update(dynamics: Dynamics[Any], run: Callable) -> Callable:
         loss: object = None,
         reject: Any = None,
         **others: object,
-    ) -> tuple[optax.Updates, State]:
+    ) -> tuple[optax.Updates, State[Any]]:
         if params is None:
             raise ValueError(_check_trees.MISSING_PARAMS)
         value = mean_loss(value, loss, others)
@@ -217,7 +217,7 @@ class Dynamics(Generic[D]):
         state = self._init(params)
         return pack(state, state.like_params)
 
-    def _init(self, params: optax.Params) -> ChainState:
+    def _init(self, params: optax.Params) -> ChainState[D]:
         with _check.called(self.name):
             potential.check_prior(self.posterior, params)
         dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)

@@ -11,7 +11,7 @@ from optax_smile import _check
 from optax_smile._types import LogPrior, PriorMean, StepSize
 from optax_smile.samplers._microcanonical import sampler
 from optax_smile.stages.integrator import IntegratorName
-from optax_smile.stages.scale import Preconditioner
+from optax_smile.stages.scale import Preconditioner, ScaleState
 from optax_smile.stages.step_size import Tuner
 
 
@@ -31,7 +31,7 @@ def mclmc(
     integrator: IntegratorName = "minimal_norm",
     tuner: Tuner[Any] | None = None,
     key: jax.Array | int | None = None,
-) -> Preconditioner[Any]:
+) -> Preconditioner[ScaleState]:
     """Sample with microcanonical Langevin Monte Carlo: `smile` for full-batch gradients.
 
     Full-batch gradients have no noise, so explicit noise is added to the direction u after each

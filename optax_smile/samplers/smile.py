@@ -119,7 +119,7 @@ def psmile(
     decoherence_length: Decoherence | None = "matched",
     largest_matrix: int | None = None,
     key: jax.Array | int | None = None,
-) -> Preconditioner[Any]:
+) -> FullMatrix:
     """Sample like `smile`, in scaled coordinates whose gradient entries are about equally large.
 
     If the gradient noise is stronger in some directions, the draws of `smile` are too wide there. A

@@ -57,13 +57,13 @@ class Preconditioner(Generic[S]):
             Then they may get trees whose small leaves are joined.
 
     Example:
-        >>> from typing import Any, NamedTuple
-        >>> import jax, jax.numpy as jnp, optax_smile
+        >>> from typing import NamedTuple
+        >>> import jax, jax.numpy as jnp, optax, optax_smile
         >>> class Known(NamedTuple):
-        ...     scale: Any
+        ...     scale: optax.Updates
         ...     def inverse_scale(self):
         ...         return jax.tree.map(jnp.reciprocal, self.scale)
-        >>> class KnownScale(optax_smile.Preconditioner):
+        >>> class KnownScale(optax_smile.Preconditioner[Known]):
         ...     def init(self, params):
         ...         return Known(jax.tree.map(lambda x: 10 * jnp.ones_like(x), params))
         >>> sampler = optax_smile.smile(num_data=100, preconditioner=KnownScale(), key=0)
