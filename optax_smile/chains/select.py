@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _disk, _on_host, _settings
+from optax_smile import _check, _disk, _on_host, _paths, _settings
 from optax_smile._bar import Bar
 from optax_smile._table import aligned
 from optax_smile._types import Batch, Options, Output, Tree, Unchecked, by_identity
@@ -241,7 +241,9 @@ def select(
         return Run(loss_fn, params, batches, sampler, **own, **given)
 
     with _check.called("select", *PARTS, **RENAMED), contextlib.ExitStack() as closing:
-        start, (inputs, targets) = Snapshots.from_members(params), validation
+        # As draws are.
+        start = Snapshots.from_members(_paths.without_variables(params))
+        inputs, targets = validation
         read: Options = {"likelihood": likelihood, "targets": targets, "batch_size": batch_size}
         predictor = Predictor(apply_fn, inputs, num_chains=start.num_chains, **read, **places)
         start_lppd = _lppd(predictor, start)
