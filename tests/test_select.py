@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from runs import Crash, Exploring, Watched, at, refused, send, stub
 from scipy.special import logsumexp
 from scipy.stats import norm
@@ -189,6 +190,17 @@ def test_a_loop_may_use_the_memory_of_the_validation_again(short):
     inputs, targets = map(np.copy, VALID)
     spoilt = Watched([TRAIN], at(5, lambda: (inputs.fill(np.nan), targets.fill(np.nan))))
     equal(find(TWO, validation=(inputs, targets), batches=spoilt, **SHORT), short)
+
+
+def test_draws_of_flax_nnx_are_like_the_start():
+    """In an `nnx.State`, draws have arrays in the place of variables."""
+    states = [nnx.State({"w": nnx.Param(x)}) for x in START]
+    state = jax.tree.map(lambda *x: jnp.stack(x), *states)
+    given: dict[str, Any] = {"apply_fn": lambda p, x: apply_fn(nnx.as_pure(p)["w"], x)}
+    found = find(
+        TWO, lambda p, batch: mean_loss(nnx.as_pure(p)["w"], batch), params=state, **given, **SHORT
+    )
+    assert found.best == "noisy" and found.final_lppd > found.start_lppd
 
 
 def test_the_directory_of_another_selection_is_refused(tmp_path):

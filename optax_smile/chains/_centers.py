@@ -7,8 +7,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
-from optax_smile import _tree
+from optax_smile import _tree, parallel
 from optax_smile._types import Batch, Tree
 from optax_smile.chains import _checks
 
@@ -163,20 +164,23 @@ class Centered(NamedTuple):
         return self._replace(noise=self.noise + jnp.sum(found, axis=0))
 
 
-def start(params: Tree, number: int, num_stored: int = 0) -> Centered:
-    """Return what the carry has before the first centre, arrays `[chain, ...]`."""
+def start(params: Tree, num_stored: int | None, mesh: Mesh | None, specs: Tree) -> Centered | None:
+    """Return what the carry has before the first centre; None without a control variate.
+
+    The `params` `[chain, ...]` are on their devices.
+    """
+    if num_stored is None:
+        return None
 
     def store(leaf: jax.Array) -> jax.Array:
         return jnp.zeros((number, num_stored, *leaf.shape[1:]), leaf.dtype)
 
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    return Centered(
-        center=Center(zeros, jnp.zeros(number), jax.tree.map(jnp.copy, zeros)),
-        excess=jnp.zeros((number, 3)),
-        noise=jnp.zeros((number, 2)),
-        num_reduced=jnp.zeros(number, jnp.int32),
-        stored=jax.tree.map(store, (jnp.zeros(number), params)) if num_stored else None,
-    )
+    number, zeros = len(jax.tree.leaves(params)[0]), jax.tree.map(jnp.zeros_like, params)
+    stored = jax.tree.map(store, (jnp.zeros(number), params)) if num_stored else None
+    numbers = jnp.zeros((number, 3)), jnp.zeros((number, 2)), jnp.zeros(number, jnp.int32)
+    loss, *others = parallel.place((jnp.zeros(number), *numbers, stored), mesh=mesh)
+    point, gradient = (parallel.place(zeros, mesh=mesh, specs=specs) for _ in range(2))
+    return Centered(Center(point, loss, gradient), *others)
 
 
 def num_stored(

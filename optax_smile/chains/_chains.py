@@ -79,7 +79,7 @@ class Chains:
             aux=None if aux is None else parallel.place(aux, mesh=mesh),
             key=None if loss_key is None else parallel._split_key(loss_key, self.number, mesh=mesh),
             gradients=parallel.place(_checks.no_gradients(self.number, aux), mesh=mesh),
-            centered=None if num_stored is None else self._centered(params, num_stored),
+            centered=_centers.start(params, num_stored, mesh, specs),
             **parallel.place(dict.fromkeys(LOSSES, jnp.zeros(self.number)), mesh=mesh),
         )
         check_place("sampler", chains.state, params)
@@ -112,15 +112,12 @@ class Chains:
         self._losses = _checks.Losses(loss, self.number, per_chain, mesh, hint)
         self._draw = _compiled(_draw_of_chain, mesh)
 
-    def losses(self, batch: Batch, params: Tree = None, aux: Tree = None) -> jax.Array:
+    def losses(self, batch: Batch, params: Tree = None) -> jax.Array:
         """Compute the loss of each chain `[chain]`, at its current point or at another one."""
-        chains = self.tree
-        if params is not None:
-            placed = parallel.place(params, mesh=self.mesh, specs=self.specs)
-            chains = chains._replace(params=placed)
-        if aux is not None:
-            chains = chains._replace(aux=parallel.place(aux, mesh=self.mesh))
-        return self._losses(chains, batch)
+        if params is None:
+            return self._losses(self.tree, batch)
+        placed = parallel.place(params, mesh=self.mesh, specs=self.specs)
+        return self._losses(self.tree._replace(params=placed), batch)
 
     def misfit(self, batch: Batch) -> str:
         """Say why the loss does not take a batch; "" if it does."""
@@ -224,17 +221,6 @@ class Chains:
         """Return numbers of the control variates of all chains."""
         assert self._carry.centered is not None
         return _on_host.everywhere(read(self._carry.centered))
-
-    def _centered(self, params: optax.Params, num_stored: int) -> _centers.Centered:
-        """Return the control variates before the first centres."""
-        start = _centers.start(params, self.number, num_stored)
-        point, gradient = (
-            parallel.place(x, mesh=self.mesh, specs=self.specs)
-            for x in (start.center.params, start.center.gradient)
-        )
-        rest = start._replace(center=start.center.loss)
-        rest = parallel.place(rest, mesh=self.mesh)
-        return rest._replace(center=_centers.Center(point, rest.center, gradient))
 
     @property
     def tree(self) -> Chain:

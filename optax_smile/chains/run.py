@@ -77,7 +77,6 @@ class Run:
         (30, 5, (3, 5, 2))
     """
 
-    announces = True  # Whether it warns of an optimizer.
     # Before the first step. The record of the gradients is that of the last tick.
     _num_gradients = _num_kept = 0
     _gradients: _checks.Gradients | None = None
@@ -135,8 +134,8 @@ class Run:
         given: Options = {"key": key, "aux": aux, "stochastic": stochastic, "per_chain": per_chain}
         given |= {"mesh": mesh, "specs": specs, "num_stored": stored}
         given["hint"] = _checks.advice_on_axes(params, batches)
-        sampler = _optimizer.as_sampler(sampler, params)
-        self._chains = Chains(loss_fn, params, sampler, **given)
+        made = _optimizer.as_sampler(sampler, params)
+        self._chains = Chains(loss_fn, params, made, **given)
         settings = self._chains.settings or {}
         self._is_optimizer, self._centers = settings == _settings.OPTIMIZER, None
         if control_variate is not None:
@@ -159,7 +158,8 @@ class Run:
         same |= {"stochastic": stochastic, "per_chain": per_chain}
         same["key"] = np.asarray(jax.random.key_data(cast(jax.Array, key))).tolist()
         self._begin(same, dtype, checkpoint_minutes)
-        if self._is_optimizer and self.announces:
+        # `select` passes what it has made of an optimizer.
+        if made.init != sampler.init:
             what = "Its iterates are checkpoints, not posterior draws."
             warn(f"`{_check.function_name()}`: `sampler` is an optimizer. {what}")
 

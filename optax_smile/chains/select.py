@@ -16,12 +16,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _disk, _on_host, _settings
+from optax_smile import _check, _disk, _on_host, _paths, _settings
 from optax_smile._bar import Bar
 from optax_smile._table import aligned
 from optax_smile._types import Batch, Options, Output, Tree, Unchecked, by_identity
 from optax_smile._warn import warn
-from optax_smile.chains import _renewal
+from optax_smile.chains import _optimizer, _renewal
 from optax_smile.chains.run import EXIT, Interrupted, Run
 from optax_smile.draws import _checks as _draw_checks
 from optax_smile.draws.likelihoods import Likelihood
@@ -39,7 +39,7 @@ GAIN_KEPT, LARGEST_GAIN = 0.5, float(np.log(2))
 CLEARLY = 2  # Standard errors by which another must lead the chosen one to run again.
 # Files with the scores of all rounds, and with the predictions of a candidate in its round.
 ROUNDS, PART = "rounds.json", "round.safetensors"
-PARTS = "Run Run.advance Run.draws sample predict Predictor Predictor.update".split()
+PARTS = "Run Run.advance Run.draws sample Predictor Predictor.update".split()
 PARTS += ["Snapshots.from_members"]
 RENAMED = {"inputs": "validation", "targets": "validation", "snapshots": "params"}
 RENAMED |= {"sampler": "candidates"}
@@ -237,10 +237,13 @@ def select(
     def begin(name: str) -> Run:
         own: Options = {"control_variate": control_variate if settings[name] else None}
         own["directory"] = None if folder is None else folder / name
-        return _Quiet(loss_fn, params, batches, candidates[name], **own, **given)
+        sampler = _optimizer.as_sampler(candidates[name], params)
+        return Run(loss_fn, params, batches, sampler, **own, **given)
 
     with _check.called("select", *PARTS, **RENAMED), contextlib.ExitStack() as closing:
-        start, (inputs, targets) = Snapshots.from_members(params), validation
+        # As draws are.
+        start = Snapshots.from_members(_paths.without_variables(params))
+        inputs, targets = validation
         read: Options = {"likelihood": likelihood, "targets": targets, "batch_size": batch_size}
         predictor = Predictor(apply_fn, inputs, num_chains=start.num_chains, **read, **places)
         start_lppd = _lppd(predictor, start)
@@ -248,17 +251,11 @@ def select(
         settings = {name: _settings.of(x, shapes) or {} for name, x in candidates.items()}
         plan = _Plan(num_warmup, num_draws, thin, steps_per_dispatch)
         rounds = _Rounds(plan.rounds(len(candidates), largest_cost), settings, start_lppd, folder)
-        bar = closing.enter_context(Bar(plan.end + rounds.cost(), "selecting", progress))
+        num_steps = plan.end + sum(end * num_dropped for end, num_dropped in rounds.plan)
+        bar = closing.enter_context(Bar(num_steps, "selecting", progress))
         runs = closing.enter_context(_Runs(begin, plan, predictor, rounds.done(), folder, bar))
         try:
-            for end in rounds:
-                for name in rounds.contenders():
-                    rounds.put(name, runs.score(name, end))
-                rounds.drop()
-                # Finalists may run again.
-                if len(rounds.running) > 1:
-                    runs.keep(rounds.running)
-            runs.finish(*rounds.running)
+            _run(rounds, runs)
         except Interrupted as interrupt:
             if len(rounds.running) > 1 or not runs[rounds.running[0]].num_draws:
                 raise
@@ -266,10 +263,16 @@ def select(
         return _result(rounds, runs, start_lppd)
 
 
-class _Quiet(Run):
-    """A run that does not warn of an optimizer."""
-
-    announces = False
+def _run(rounds: _Rounds, runs: _Runs):
+    """Make all rounds, then run the chosen candidate to its end."""
+    for end in rounds:
+        for name in rounds.contenders():
+            rounds.put(name, runs.score(name, end))
+        rounds.drop()
+        # Finalists may run again.
+        if len(rounds.running) > 1:
+            runs.keep(rounds.running)
+    runs.finish(*rounds.running)
 
 
 class _Plan(NamedTuple):
@@ -417,10 +420,6 @@ class _Rounds:
             self.running = [min(filter(is_equal, ranked), key=preference)]
         self.latest |= scores
 
-    def cost(self) -> int:
-        """Return the steps of all candidates that are dropped."""
-        return sum(end * num_dropped for end, num_dropped in self.plan)
-
     def done(self) -> Counter[str]:
         """Return the steps of each candidate that has a score."""
         rows = zip(self.plan, self.found, strict=True)
@@ -519,14 +518,13 @@ class _Tally:
                     self.scored, self.counts = header["scored"], header["counts"]
                     self.sums = [arrays["early"], arrays["late"]]
 
-    def _num_due(self, step: int) -> int:
-        """Count the draws of each chain that score the round until a step."""
-        first = BURN_IN * self.end
-        return max(0, int(NUM_SCORED * (step - first) / (self.end - first)))
-
     def is_due(self, step: int) -> bool:
-        """Whether the next draw scores the round."""
-        return self._num_due(step) > self._num_due(self.scored)
+        """Whether the next draw scores the round: they are evenly spaced."""
+        first = BURN_IN * self.end
+        before, now = (
+            max(0, int(NUM_SCORED * (x - first) / (self.end - first))) for x in (self.scored, step)
+        )
+        return now > before
 
     def add(self, step: int, points: Tree, predictor: Predictor):
         """Add densities of draws, arrays `[chain, ...]`.

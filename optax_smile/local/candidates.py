@@ -20,15 +20,11 @@ from optax_smile.stages.step_size import angle_tuner
 MUON_RATE, MUON_DECAY = 8e-3, 0.02
 
 
+# `curvature_precision` checks the other arguments.
 @_check.arguments(
-    loss_fn=_check.Function("(params, batch)"),
-    params=_check.Tree("a tree of arrays [chain, ...]", axes="[chain, ...]", finite=True),
-    batches=_check.REPEATABLE,
     optimizer=_check.TRANSFORMATION,
-    num_data=_check.Real(1, large=True, traced=False),
     key=_check.Key(needed=True),
     excess=_check.Real(0, open="low", traced=False),
-    allowed=_check.Real(0, open="low", traced=False),
 )
 def network_candidates(
     loss_fn: Callable[..., jax.Array],
