@@ -251,19 +251,19 @@ def select(
         settings = {name: _settings.of(x, shapes) or {} for name, x in candidates.items()}
         plan = _Plan(num_warmup, num_draws, thin, steps_per_dispatch)
         rounds = _Rounds(plan.rounds(len(candidates), largest_cost), settings, start_lppd, folder)
-        num_steps = plan.end + sum(end * num_dropped for end, num_dropped in rounds.plan)
+        num_steps = plan.end + sum(end * num_dropped for end, num_dropped in rounds.schedule)
         bar = closing.enter_context(Bar(num_steps, "selecting", progress))
         runs = closing.enter_context(_Runs(begin, plan, predictor, rounds.done(), folder, bar))
         try:
-            _run(rounds, runs)
+            _run_rounds(rounds, runs)
         except Interrupted as interrupt:
             if len(rounds.running) > 1 or not runs[rounds.running[0]].num_draws:
                 raise
             warn(f"{interrupt} {EXIT}")
-        return _result(rounds, runs, start_lppd)
+        return _result(rounds, runs)
 
 
-def _run(rounds: _Rounds, runs: _Runs):
+def _run_rounds(rounds: _Rounds, runs: _Runs):
     """Make all rounds, then run the chosen candidate to its end."""
     for end in rounds:
         for name in rounds.contenders():
@@ -346,7 +346,7 @@ Scores = dict[str, Score]
 class _Rounds:
     """Who runs in which round, and the scores, which a file keeps."""
 
-    plan: list[tuple[int, int]]  # Last step of each round, and how many candidates it drops.
+    schedule: list[tuple[int, int]]  # Last step of each round, and how many it drops.
     settings: Mapping[str, Options]  # Of each candidate.
     start_lppd: float
     folder: Path | None
@@ -354,10 +354,10 @@ class _Rounds:
     def __post_init__(self):
         self.running = [*self.settings]  # Who is left.
         self.latest = Scores()  # The latest score of each candidate in the rounds before.
-        self.found: list[Scores] = [{} for _ in self.plan]  # All scores, by round and name.
+        self.found: list[Scores] = [{} for _ in self.schedule]  # All scores, by round and name.
         # The LPPD identifies inputs, targets, likelihood, model and start.
         self.identity: Options = {"candidates": self.settings}
-        self.identity["rounds"] = [end for end, _ in self.plan]
+        self.identity["rounds"] = [end for end, _ in self.schedule]
         self.identity["LPPD of the start"] = float(f"{self.start_lppd:.3g}")
         if self.folder is not None and os.path.lexists(self.folder / ROUNDS):
             self._read(self.folder / ROUNDS)
@@ -377,7 +377,7 @@ class _Rounds:
 
     def __iter__(self) -> Iterator[int]:
         """Begin each round, and yield its last step."""
-        for (end, num_dropped), scores in zip(self.plan, self.found, strict=True):
+        for (end, num_dropped), scores in zip(self.schedule, self.found, strict=True):
             self.num_dropped, self.scores = num_dropped, scores
             yield end
 
@@ -422,7 +422,7 @@ class _Rounds:
 
     def done(self) -> Counter[str]:
         """Return the steps of each candidate that has a score."""
-        rows = zip(self.plan, self.found, strict=True)
+        rows = zip(self.schedule, self.found, strict=True)
         return Counter({name: end for (end, _), scores in rows for name in scores})
 
     def table(self) -> tuple[np.ndarray, np.ndarray]:
@@ -430,7 +430,7 @@ class _Rounds:
 
         They are LPPD, the projected one and its standard error, `[3, round, candidate]`.
         """
-        rows = [row for row in zip(self.plan, self.found, strict=True) if row[1]]
+        rows = [row for row in zip(self.schedule, self.found, strict=True) if row[1]]
         table, names = np.full((3, len(rows), len(self.settings)), np.nan), [*self.settings]
         for row, (_, scores) in enumerate(rows):
             for name, (density, projected) in scores.items():
@@ -563,9 +563,9 @@ class _Tally:
         return Score(density.tolist(), (density + GAIN_KEPT * doublings * gain).tolist())
 
 
-def _result(rounds: _Rounds, runs: _Runs, start_lppd: float) -> Selection:
-    """Return the draws of the chosen candidate, and how all came to this."""
-    (best,) = rounds.running
+def _result(rounds: _Rounds, runs: _Runs) -> Selection:
+    """Return the draws of the chosen candidate, and all scores."""
+    (best,), start_lppd = rounds.running, rounds.start_lppd
     draws, total_steps, final_lppd = runs[best].snapshots(), runs[best].num_steps, -np.inf
     # A chain may have become non-finite after the last round.
     with contextlib.suppress(ValueError):
@@ -573,8 +573,8 @@ def _result(rounds: _Rounds, runs: _Runs, start_lppd: float) -> Selection:
     if not final_lppd > start_lppd:
         numbers = f"LPPD {final_lppd:.4g}, start {start_lppd:.4g}"
         advice = "Predict with the networks that you passed, or try fewer steps."
-        told = f"the draws of {best!r} predict no better than the start: {numbers}. {advice}"
-        warn(f"`select`: {told}")
+        no_better = f"the draws of {best!r} predict no better than the start: {numbers}."
+        warn(f"`select`: {no_better} {advice}")
     spent = sum(
         (runs.repeated[name] + runs.done[name] * (name != best)) * _settings.gradients_per_step(x)
         for name, x in rounds.settings.items()
