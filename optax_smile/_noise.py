@@ -62,3 +62,11 @@ def _noise_signs(bits: jax.Array, second: jax.Array, leaf: jax.Array) -> jax.Arr
     bits = (bits ^ (bits >> 15)) * np.uint32(0x31848BAB)
     one = jnp.ones((), leaf.dtype)
     return jnp.where(bits >> 31 == 0, one, -one)
+
+
+def split(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """Return the next key of a chain and the one to use now; None without a key."""
+    if key is None:
+        return None, None
+    following, used = jax.random.split(key)
+    return following, used

@@ -6,7 +6,6 @@ import collections
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, cast
@@ -21,7 +20,11 @@ from optax_smile import _check, _check_trees, _noise, _on_host, _settings, _tree
 from optax_smile._bar import Bar
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile._warn import warn
-from optax_smile.chains import _checks, _directory, _host
+from optax_smile.chains import _directory, _host
+from optax_smile.mistakes.batches import advice_on_single, is_finite
+from optax_smile.mistakes.gradients import keep_finite, listed
+from optax_smile.mistakes.loss import FullLoss, Losses, loss_of, warn_of_sum
+from optax_smile.mistakes.start import AUX, SEED
 
 # Jitter relative to the size of the weights, see `chains_from_weights`. It changes the LPPD of
 # trained networks by about .01 nats, at most .05 (energy, concrete, diabetes); 0.1 changes it by up
@@ -57,7 +60,7 @@ Step: TypeAlias = Callable[[Members, Batch], Members]
     num_epochs=_check.Whole(1),
     steps_per_epoch=_check.Whole(1) | None,
     patience=_check.Whole(1),
-    aux=_checks.AUX | None,
+    aux=AUX | None,
     mesh=parallel.MESH,
     specs=parallel.SPECS,
     directory=_check.PathLike() | None,
@@ -148,7 +151,7 @@ def warmstart(
     """
     optimizer = optax.with_extra_args_support(optimizer)
     validation = _on_host.as_numeric("validation", validation, copy=True)
-    loss = _checks.loss_of(loss_fn, aux is not None, stochastic)
+    loss = loss_of(loss_fn, aux is not None, stochastic)
     # The argument check has converted a seed to a typed key.
     typed = cast(jax.Array, key)
     members = _begin(init_fn, optimizer, num_members, typed, stochastic, aux, mesh, specs)
@@ -164,8 +167,9 @@ def warmstart(
     train, judge = (parallel.step(step, members, mesh=mesh) for step in steps)
     with _check.called("warmstart", "parallel.place_batch", batch="validation"):
         held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
-    hint = _checks.advice_on_single(batches)
-    losses = _checks.Losses(loss, num_members, False, mesh, hint)
+    hint = advice_on_single(batches)
+    like = _on_host.shapes_of_one(members)
+    losses = Losses(loss, like, num_members, mesh=mesh, hint=hint)
     epoch, signal, checkpoints = 0, None, None
     batch = None if validation is None else jax.tree.map(np.shape, validation)
     identity: Options = {
@@ -211,15 +215,12 @@ def warmstart(
                 if epoch == 0 and num_batches == 1:
                     losses.check(members, batch)
                     if check and not stochastic:
-                        of_batch = partial(losses, members)
-                        like = _on_host.shapes_of_one(members)
-                        counted = _checks.Counted(None, False, None if mesh else loss, like)
-                        _checks.warn_of_sum(of_batch, batch, counted, mesh)
+                        warn_of_sum(losses, members, batch)
                     if validation is not None:
                         losses.check(members, validation, "validation")
                         # A loss may ignore missing numbers.
-                        if not _checks.is_finite(validation) and not np.any(
-                            np.isfinite(_on_host.local(losses(members, validation)))
+                        if not is_finite(validation) and not np.any(
+                            np.isfinite(losses(members, validation))
                         ):
                             _check.fail("validation", "finite", "nan or inf")
                 members = train(members, losses.put(batch))
@@ -253,7 +254,7 @@ def warmstart(
         advice = "Are the batches and `validation` finite? Try a smaller learning rate."
         _check.fail("loss_fn", rule, got, advice)
     if members.num_lost is not None and np.any(lost := _on_host.local(members.num_lost)):
-        at = _checks.listed(aux, np.any(lost, axis=0))
+        at = listed(aux, np.any(lost, axis=0))
         warn(f"`warmstart`: `aux` was not finite at {at} after {np.max(lost)} steps. {KEPT}")
     return members.best["params"] if aux is None else members.best
 
@@ -270,7 +271,7 @@ def _begin(
     specs: Tree,
 ) -> Members:
     """Make the members before the first step, each on its row of devices."""
-    key, loss_key = jax.random.split(key) if stochastic else (key, None)
+    key, loss_key = parallel._loss_keys(key, stochastic, num_members, mesh=mesh)
     if aux is not None and parallel.num_chains(aux, "aux") != num_members:
         rule = f"a tree whose leaves have a leading axis of {num_members} members"
         _check.fail("aux", rule, jax.tree.map(jnp.shape, aux))
@@ -294,7 +295,7 @@ def _begin(
         params=params,
         state=parallel.init(optimizer, params, mesh=mesh, specs=specs, key=state_key),
         aux=copy(aux),
-        key=None if loss_key is None else parallel._split_key(loss_key, num_members, mesh=mesh),
+        key=loss_key,
         loss=copy(unknown),
         best={"params": parallel.place(params, mesh=mesh, specs=specs), "aux": copy(aux)},
         best_loss=copy(unknown),
@@ -304,7 +305,7 @@ def _begin(
 
 
 def _steps(
-    loss: _checks.FullLoss,
+    loss: FullLoss,
     optimizer: optax.GradientTransformationExtraArgs,
     patience: int,
     keeps_last: bool,
@@ -312,12 +313,12 @@ def _steps(
     """Return the training step of one member, and its validation step after an epoch."""
 
     def train(member: Members, batch: Batch) -> Members:
-        key, used = (None, None) if member.key is None else jax.random.split(member.key)
+        key, used = _noise.split(member.key)
         value_and_grad = jax.value_and_grad(loss, has_aux=True)
         (value, aux), grads = value_and_grad(member.params, member.aux, used, batch)
         updates, state = optimizer.update(grads, member.state, member.params, value=value)
         params = optax.apply_updates(member.params, updates)
-        aux, are_lost = _checks.keep_finite(aux, member.aux, value)
+        aux, are_lost = keep_finite(aux, member.aux, value)
         lost = member.num_lost
         lost = lost if are_lost is None or lost is None else _tree.count(lost, are_lost)
         member = member._replace(params=params, state=state, aux=aux, num_lost=lost)
@@ -328,7 +329,7 @@ def _steps(
         if not keeps_last:
             # With another one, unchanged weights would have another loss.
             kind = None if member.key is None else jax.random.key_impl(member.key)
-            used = None if kind is None else jax.random.key(_checks.SEED, impl=kind)
+            used = None if kind is None else jax.random.key(SEED, impl=kind)
             value, _ = loss(member.params, member.aux, used, batch)
         better = (value < member.best_loss) & (member.stale < patience) | keeps_last
         now = {"params": member.params, "aux": member.aux}
