@@ -12,7 +12,7 @@ from optax_smile._types import T
 SMALLEST_NETWORK = 500
 
 
-def next_key(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+def split(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
     """Return the next key of a random loss and the one to use now; None for others."""
     following, used = (None, None) if key is None else jax.random.split(key)
     return following, used

@@ -81,3 +81,9 @@ def name(path: Iterable[Iterable[str | int]], separator: str = "/") -> str:
     """
     codes = {char: f"~{number}" for number, char in enumerate(dict.fromkeys("~/" + separator))}
     return separator.join(str(entry).translate(str.maketrans(codes)) for _, entry in path)
+
+
+def names(tree: object) -> list[str]:
+    """Name the leaves of a tree by their paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path) or "the only leaf" for path, _ in leaves]

@@ -268,6 +268,16 @@ def _split_key(key: jax.Array, chains: int, *, mesh: Mesh | None = None) -> jax.
     return jax.jit(split, out_shardings=_chain_sharding(mesh))(key)
 
 
+def _loss_keys(
+    key: jax.Array, is_stochastic: bool, chains: int, *, mesh: Mesh | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return a key for all else, and keys `[chain]` for the loss if it is random."""
+    if not is_stochastic:
+        return key, None
+    key, of_loss = jax.random.split(key)
+    return key, _split_key(of_loss, chains, mesh=mesh)
+
+
 @_check.arguments(
     "parallel.step", function=_check.Function("(carry, batch)"), carry=STACKED, mesh=MESH
 )

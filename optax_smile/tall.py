@@ -26,8 +26,8 @@ from jax.flatten_util import ravel_pytree
 from optax_smile import _check, _check_trees, _on_host, _settings, potential
 from optax_smile._types import T
 from optax_smile._warn import warn
-from optax_smile.chains import _checks
 from optax_smile.chains._centers import Center, residual
+from optax_smile.mistakes.batches import USABLE, require_all
 from optax_smile.potential import Potential
 
 __all__ = ["Center", "center_at", "control_variate", "find_mode", "stored"]
@@ -137,7 +137,7 @@ def stored(
         (6, 2)
     """
     value_and_grad, data = _of_batch(loss_fn), _on_host.as_numeric("data", data)
-    if not _checks.num_rows(data, False):
+    if not _on_host.num_rows(data, False):
         _check.fail("data", "arrays with the examples as first axis", _check.show(data))
 
     def of_one(example: object) -> tuple[jax.Array, optax.Updates]:
@@ -340,7 +340,7 @@ class _AllData:
             rows += size
             if rows > number:
                 break
-        _checks.require_all("batches", rows, number)
+        require_all("batches", rows, number)
         self.num_passes += 1
         loss, gradient = loss / rows, gradient / rows
         prior, prior_slope = (np.asarray(x, np.float64) for x in self.prior(place))
@@ -361,8 +361,8 @@ class _AllData:
         """Yield the batches of a pass, and their numbers of rows."""
         for batch in self.batches:
             batch = _on_host.as_numeric("batches", batch)
-            if not (size := _checks.num_rows(batch, False)):
-                _check.fail("batches", _checks.USABLE, _check.show(batch))
+            if not (size := _on_host.num_rows(batch, False)):
+                _check.fail("batches", USABLE, _check.show(batch))
             yield batch, size
 
     def curvatures(self, point: _Point) -> tuple[np.ndarray, np.ndarray]:

@@ -204,6 +204,7 @@ chains/select.py test_select.py
 chains/warmstart.py test_warmstart.py
 chains/run.py faults/test_runs.py faults/test_directories.py test_sampling.py
 chains/_directory.py faults/test_directories.py faults/test_runs.py test_sampling.py
+mistakes/* test_wrong_data.py test_wrong_likelihood.py test_centers.py
 chains/* test_centers.py test_sampling.py faults/test_runs.py
 """
 # "# file", then of each defect the function, the operator and its place, and what is broken.
@@ -330,13 +331,13 @@ Predictor._evaluate: left 4: chains on a mesh averaged together
 # chains/_centers.py
 Centered.gathered: left 0: parts of the data weigh too much
 Centered.measured: skip 0: noise of random losses forgotten
-# chains/_checks.py
-require_all: never 0: rows of a pass not compared with num_data
 # chains/_host.py
 Stream.place: left 1: places of batches forget that passes are rotated
 # chains/_renewal.py
 Centers.check_batches: never 1: data of the centres not compared with the batches
 Centers.look: skip 5: centres are never renewed
+# mistakes/batches.py
+require_all: never 0: rows of a pass not compared with num_data
 """
 
 

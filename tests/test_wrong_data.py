@@ -174,7 +174,7 @@ COUNTS: list[tuple[list[Any], int, bool]] = [
     (split(*[4] * 10), 10, False),
     (split(10) * 10, 10, True),
     (split(*[1] * 10), 10, True),
-    # Twenty passes hold the same examples; another data set is larger.
+    # A list may hold many passes; of another one this is the number of batches.
     (EQUAL * 20, 140, True),
     ([(x + i, y) for i in range(20) for x, y in EQUAL], 140, False),
     (tokens(), 7_000, True),
@@ -187,7 +187,7 @@ COUNTS: list[tuple[list[Any], int, bool]] = [
 
 
 def test_a_number_of_data_far_from_that_of_the_batches_is_told():
-    """It is of tokens or different examples."""
+    """It is of tokens or examples."""
     for number, (batches, num_data, passed) in enumerate(COUNTS):
         texts = told(batches, num_data)
         assert [text[:16] for text in texts] == ["`Run`: num_data="] * (not passed), number
@@ -283,7 +283,7 @@ def test_terms_of_a_mean_are_those_of_the_program(name):
 
 def test_a_run_says_it_too():
     sampler = optax_smile.sgld(1e-6, num_data=152, key=0)
-    with pytest.warns(UserWarning, match="^`Run`: num_data=152 is the size of a batch, .*760 dist"):
+    with pytest.warns(UserWarning, match="^`Run`: num_data=152 is the size of a batch, .*760 tok"):
         optax_smile.Run(of_tokens, jnp.stack([TABLE] * 2), TEXTS, sampler, key=0).advance(1)
 
 
@@ -328,7 +328,7 @@ def test_of_harmless_data_nothing_is_told(name):
     """Warnings are errors."""
     batches = harmless()[name]
     if isinstance(batches, list | tuple):
-        assert not told(batches, 40 if name in ("sequences", "one array") else NUM_DATA)
+        assert not told(batches, 40 if name == "sequences" else NUM_DATA)
     if name in ("tuple", "loader", "float16", "list of tensors", "byte order"):
         sample(batches, STUB, num_warmup=2, num_draws=6, thin=4)
     if name in ("list", "tensors"):

@@ -330,8 +330,8 @@ def test_only_leaves_that_the_sampler_moves_need_a_gradient():
 def test_where_no_program_can_be_read_the_tests_are_skipped_by_name(monkeypatch):
     """A new version of JAX may move what the reader needs: that must not end a run."""
     monkeypatch.setattr(logging.getLogger("optax_smile"), "handlers", [])
-    monkeypatch.setitem(sys.modules, "optax_smile.chains._program", None)
-    monkeypatch.delattr("optax_smile.chains._program", raising=False)
+    monkeypatch.setitem(sys.modules, "optax_smile.mistakes.program", None)
+    monkeypatch.delattr("optax_smile.mistakes.program", raising=False)
     report = optax_smile.check(decay, PARAMS, [(X, REAL)], SAMPLER)
     assert not report.findings
     for kinds in ("penalty, logits, pairs", "gradients, unread"):

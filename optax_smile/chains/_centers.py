@@ -10,8 +10,9 @@ import optax
 from jax.sharding import Mesh
 
 from optax_smile import _tree, parallel
+from optax_smile._on_host import num_examples
 from optax_smile._types import Batch, Tree
-from optax_smile.chains import _checks
+from optax_smile.mistakes.loss import FullLoss
 
 # Pairs of parts of a batch with which the noise is measured.
 PAIRS = 4
@@ -65,7 +66,7 @@ class Centered(NamedTuple):
         """Return what the trace tells of it."""
         return {"noise_left": self.noise[1] / self.noise[0], "num_reduced": self.num_reduced}
 
-    def reduced(self, loss: _checks.FullLoss) -> _checks.FullLoss:
+    def reduced(self, loss: FullLoss) -> FullLoss:
         """Return a loss with the control variate, and the excess beside its `aux`.
 
         If losses are stored, a batch comes as a pair with its place in the list.
@@ -98,13 +99,13 @@ class Centered(NamedTuple):
         return self._replace(center=center, excess=none, noise=self.noise / 2)
 
     def gathered(
-        self, loss: _checks.FullLoss, aux: Tree, key: Tree, batch: Batch, number: float
+        self, loss: FullLoss, aux: Tree, key: Tree, batch: Batch, number: float
     ) -> Centered:
         """Add the loss and the gradient of a batch at the centre, of a `number` of examples."""
         center, stored, place = self.center, self.stored, None
         if stored is not None:
             place, batch = batch
-        share = (_checks.size(batch, False) or 0) / number
+        share = (num_examples(batch, False) or 0) / number
         of_center = jax.value_and_grad(loss, has_aux=True)
         (value, _), gradient = of_center(center.params, aux, key, batch)
         if stored is not None:
@@ -119,7 +120,7 @@ class Centered(NamedTuple):
 
     def measured(
         self,
-        loss: _checks.FullLoss,
+        loss: FullLoss,
         params: Tree,
         aux: Tree,
         key: Tree,
@@ -131,7 +132,7 @@ class Centered(NamedTuple):
         The noise of a random loss in the gradient of all data stays until the next centre: it adds
         up over as many passes.
         """
-        rows = _checks.size(batch, False) or 0
+        rows = num_examples(batch, False) or 0
         pairs = min(PAIRS, rows // 2)
         length = rows // (2 * pairs)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,8 +14,16 @@ from jax.sharding import Mesh
 
 from optax_smile import _check, _noise, _on_host, _settings, parallel
 from optax_smile._types import Batch, Output, Tree
-from optax_smile.chains import _centers, _checks
+from optax_smile.chains import _centers
 from optax_smile.diagnostics.findings import Check
+from optax_smile.mistakes.gradients import (
+    Gradients,
+    count_others,
+    keep_finite,
+    no_gradients,
+    record_gradient,
+)
+from optax_smile.mistakes.loss import FullLoss, Losses, check_mean, loss_of
 from optax_smile.state import check_place, find, last_accepted, stats
 
 # Entries of the trace besides the statistics of the sampler.
@@ -42,7 +50,7 @@ class Chain(NamedTuple):
     key: jax.Array | None
     loss: jax.Array
     start_loss: jax.Array
-    gradients: _checks.Gradients
+    gradients: Gradients
     centered: _centers.Centered | None
 
 
@@ -69,16 +77,16 @@ class Chains:
         if aux is not None and parallel.num_chains(aux, "aux") != self.number:
             rule = f"a tree whose leaves have a leading axis of {self.number} chains"
             _check.fail("aux", rule, jax.tree.map(jnp.shape, aux))
-        loss = _checks.loss_of(loss_fn, aux is not None, stochastic)
-        sampler_key, loss_key = jax.random.split(key) if stochastic else (key, None)
+        loss = loss_of(loss_fn, aux is not None, stochastic)
+        sampler_key, loss_key = parallel._loss_keys(key, stochastic, self.number, mesh=mesh)
         params = parallel.place(params, mesh=mesh, specs=specs)
         # `sampler_key` replaces the sampler's own key, the field `key` of its state.
         chains = Chain(
             params=params,
             state=parallel.init(sampler, params, mesh=mesh, specs=specs, key=sampler_key),
             aux=None if aux is None else parallel.place(aux, mesh=mesh),
-            key=None if loss_key is None else parallel._split_key(loss_key, self.number, mesh=mesh),
-            gradients=parallel.place(_checks.no_gradients(self.number, aux), mesh=mesh),
+            key=loss_key,
+            gradients=parallel.place(no_gradients(self.number, aux), mesh=mesh),
             centered=_centers.start(params, num_stored, mesh, specs),
             **parallel.place(dict.fromkeys(LOSSES, jnp.zeros(self.number)), mesh=mesh),
         )
@@ -98,78 +106,23 @@ class Chains:
         calls = [_call_of_chain(loss, sampler, x) for x in (False, True)[: 1 + has_centers]]
         self._one, self._many = ([program(x) for x in y] for y in (calls, map(_in_turn, calls)))
         self._record = _compiled(_record_of_chain, mesh)
-        self.loss = loss
-        number = (self.settings or {}).get("num_data")
         if has_centers:
             self._move = program(_move_center)
-            given = loss, float(number or 0)
+            given = loss, float((self.settings or {}).get("num_data") or 0)
             self._gather, self._measure = (
                 program(functools.partial(x, *given)) for x in (_gather, _measure)
             )
-        # Another loss may need arrays that are spread over devices.
-        is_read = specs is None and (mesh is None or parallel.DATA not in mesh.shape)
-        self.counted = _checks.Counted(number, per_chain, loss if is_read else None, self.like)
-        self._losses = _checks.Losses(loss, self.number, per_chain, mesh, hint)
+        given = self.number, per_chain, mesh, specs, hint, self.settings
+        self.losses = Losses(loss, self.like, *given)
         self._draw = _compiled(_draw_of_chain, mesh)
-
-    def losses(self, batch: Batch, params: Tree = None) -> jax.Array:
-        """Compute the loss of each chain `[chain]`, at its current point or at another one."""
-        if params is None:
-            return self._losses(self.tree, batch)
-        placed = parallel.place(params, mesh=self.mesh, specs=self.specs)
-        return self._losses(self.tree._replace(params=placed), batch)
 
     def misfit(self, batch: Batch) -> str:
         """Say why the loss does not take a batch; "" if it does."""
         try:
-            self._losses.check(self.tree, batch)
+            self.losses.check(self.tree, batch)
         except _check.ArgumentError as error:
             return f"does not fit `loss_fn`: {error.got}"
         return ""
-
-    def check(self, batch: Batch, warns: bool):
-        """Require finite losses on the first batch, and chains that differ."""
-        losses = _on_host.local(self.losses(batch))
-        lost = np.flatnonzero(~np.isfinite(losses)).tolist()
-        if lost:
-            if not _checks.is_finite(batch):
-                _check.fail("batches", "finite", "nan or inf in the first batch")
-            rule = "a start at which the loss of every chain is finite"
-            got = f"{losses[lost[0]]} in the chains {lost}"
-            _check.fail("params", rule, got, _checks.NOT_FINITE)
-        # Also parameters that the loss does not use.
-        _check.Tree(finite=True)("params", self.tree.params)
-        # They may differ in anything, such as the key of their noise; a random loss has its own.
-        if len({*losses.tolist()}) < len(losses) and not self.per_chain and self.like.key is None:
-            first = _on_host.first_alike(_on_host.local(self.tree))
-            if copies := [chain for chain, like in enumerate(first) if like != chain]:
-                rule = (
-                    "chains with different starts, or a sampler or loss that draws random numbers"
-                )
-                advice = (
-                    "Nothing here is random, so identical chains would stay identical. See"
-                    " `chains_from_weights`, or the sampler's `key`."
-                )
-                _check.fail("params", rule, f"copies in the chains {copies}", advice)
-        if warns:
-            if self.like.key is None:
-                _checks.warn_of_sum(self.losses, batch, self.counted, self.mesh)
-            for check in (_checks.at_least(batch, self.counted), *self.tests(batch)):
-                _checks.warn_if_failed(check)
-
-    def tests(self, batch: Batch) -> Iterator[Check]:
-        """Make the tests of the posterior and, unless parameters are sharded, of the program."""
-        start, params = _on_host.local(self.losses(batch)), self.tree.params
-        if found := _checks.rise(self.losses, batch, params, start, self.settings):
-            yield found
-        if self.counted.loss is None or not _settings.are_posterior(self.settings):
-            return
-        one = jax.tree.map(lambda x: x[0], batch) if self.per_chain else batch
-        program = _checks.traced(self.counted.loss, self.like, one)
-        has_log_prior = (self.settings or {}).get("log_prior") is not None
-        yield from _checks.check_leaves(program, self.like, has_log_prior)
-        if self.mesh is None:
-            yield from _checks.check_program(program, params, self.losses, batch, self.per_chain)
 
     def advance(self, batches: list[Batch], places: Sequence[int] = ()):
         """Make an update with each batch; those of several steps in one call if shapes agree.
@@ -182,11 +135,11 @@ class Chains:
         if len(batches) > self.gradients_per_step:
             stacked = _stack(batches, axis=int(self.per_chain))
         if stacked is not None:
-            batch = self._losses.put(stacked, stacked=True)
+            batch = self.losses.put(stacked, stacked=True)
             self._carry = self._many[self.plan.is_on](self._carry, batch)
         else:
             for batch in batches:
-                self._carry = self._one[self.plan.is_on](self._carry, self._losses.put(batch))
+                self._carry = self._one[self.plan.is_on](self._carry, self.losses.put(batch))
 
     def move_centers(self):
         """Put the centres of the control variates where the chains are."""
@@ -194,7 +147,7 @@ class Chains:
 
     def gather(self, batch: Batch, place: int):
         """Add a batch to what the centres know of all data."""
-        self._carry = self._gather(self._carry, self._losses.put(self._at(batch, place)))
+        self._carry = self._gather(self._carry, self.losses.put(self._at(batch, place)))
 
     def _at(self, batch: Batch, place: int) -> Batch:
         """Add the place of a batch if gradients are stored."""
@@ -205,13 +158,13 @@ class Chains:
     def noise_left(self, batches: Sequence[Batch]) -> np.ndarray:
         """Measure which share of the noise the control variates leave, `[chain]`."""
         for batch in batches:
-            self._carry = self._measure(self._carry, self._losses.put(batch))
+            self._carry = self._measure(self._carry, self.losses.put(batch))
         return self._everywhere(lambda x: x.noise[:, 1] / x.noise[:, 0])
 
     def ratio_of_halves(self, batch: Batch) -> float:
         """Return the sum of the losses of two halves over that of a batch; 2 if it is unknown."""
-        found = _checks.check_mean(self.losses, batch, self.counted, self.mesh)
-        return found.value[0] if isinstance(found, Check) and self.like.key is None else 2.0
+        found = check_mean(self.losses, self.tree, batch)
+        return found.value[0] if isinstance(found, Check) else 2.0
 
     def excess(self) -> tuple[np.ndarray, np.ndarray]:
         """Return what tells whether batches and centres have the same data, `[chain, ...]`."""
@@ -231,7 +184,7 @@ class Chains:
     def tree(self, tree: Chain):
         self._carry = parallel._copy(tree)
 
-    def record(self) -> tuple[dict[str, np.ndarray], _checks.Gradients]:
+    def record(self) -> tuple[dict[str, np.ndarray], Gradients]:
         """Return statistics and record of the gradients, `[chain, ...]` of this process."""
         found, gradients = _on_host.local(self._record(self._carry))
         if self._carry.centered is not None:
@@ -277,14 +230,14 @@ def _in_turn(one_call: Callable[[Chain, Batch], Chain]) -> Callable[[Chain, Batc
 
 
 def _call_of_chain(
-    loss: _checks.FullLoss,
+    loss: FullLoss,
     sampler: optax.GradientTransformationExtraArgs,
     is_reduced: bool = False,
 ) -> Callable[[Chain, Batch], Chain]:
     """Make one gradient and one update of a chain; a rejected step leaves `aux` unchanged."""
 
     def one_call(chain: Chain, batch: Batch) -> Chain:
-        key, used = _noise.next_key(chain.key)
+        key, used = _noise.split(chain.key)
         centered = chain.centered if is_reduced else None
         of_batch = loss if centered is None else centered.reduced(loss)
         value_and_grad = jax.value_and_grad(of_batch, has_aux=True)
@@ -297,7 +250,7 @@ def _call_of_chain(
             """Compute the loss for the line search of an optimizer."""
             return of_batch(params, chain.aux, used, batch)[0]
 
-        aux, are_lost = _checks.keep_finite(aux, chain.aux, value)
+        aux, are_lost = keep_finite(aux, chain.aux, value)
         given: dict[str, Tree] = {"value": value, "value_fn": value_fn}
         if are_lost is not None:
             given["reject"] = jnp.any(are_lost)
@@ -306,8 +259,8 @@ def _call_of_chain(
         now, value = sampler_state.stats(), value.astype(chain.loss.dtype)
         before = stats(chain.state).num_gradients
         is_first = now.num_gradients == 1
-        past = _checks.count_others(chain.gradients, grads, updates, sampler_state, are_lost)
-        record = _checks.record_gradient(past, grads, value, before, sampler_state)
+        past = count_others(chain.gradients, grads, updates, sampler_state, are_lost)
+        record = record_gradient(past, grads, value, before, sampler_state)
         return Chain(
             params=optax.apply_updates(chain.params, updates),
             state=state,
@@ -327,22 +280,22 @@ def _move_center(chain: Chain, _: Batch) -> Chain:
     return chain._replace(centered=chain.centered.moved(last_accepted(chain.state, chain.params)))
 
 
-def _gather(loss: _checks.FullLoss, number: float, chain: Chain, batch: Batch) -> Chain:
+def _gather(loss: FullLoss, number: float, chain: Chain, batch: Batch) -> Chain:
     assert chain.centered is not None
-    key, used = _noise.next_key(chain.key)
+    key, used = _noise.split(chain.key)
     centered = chain.centered.gathered(loss, chain.aux, used, batch, number)
     return chain._replace(key=key, centered=centered)
 
 
-def _measure(loss: _checks.FullLoss, number: float, chain: Chain, batch: Batch) -> Chain:
+def _measure(loss: FullLoss, number: float, chain: Chain, batch: Batch) -> Chain:
     assert chain.centered is not None
-    key, used = _noise.next_key(chain.key)
+    key, used = _noise.split(chain.key)
     point = last_accepted(chain.state, chain.params)
     centered = chain.centered.measured(loss, point, chain.aux, used, batch, number)
     return chain._replace(key=key, centered=centered)
 
 
-def _record_of_chain(chain: Chain) -> tuple[dict[str, jax.Array], _checks.Gradients]:
+def _record_of_chain(chain: Chain) -> tuple[dict[str, jax.Array], Gradients]:
     losses = {name: getattr(chain, name) for name in LOSSES}
     of_center = {} if chain.centered is None else chain.centered.stats()
     return stats(chain.state)._asdict() | losses | of_center, chain.gradients

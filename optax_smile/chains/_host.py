@@ -75,7 +75,7 @@ class Stream:
 
     def _read(self) -> Batch:
         batch = next(self.iterator)
-        # `_checks.defect` says why a batch cannot be converted.
+        # `mistakes.batches.defect` says why a batch cannot be converted.
         with contextlib.suppress(_check.ArgumentError):
             batch = _on_host.as_numeric("batches", batch, copy=self.copies)
         return batch

@@ -12,9 +12,10 @@ import numpy as np
 from optax_smile import _check, _on_host
 from optax_smile._types import Batch, Tree, Unchecked
 from optax_smile._warn import warn
-from optax_smile.chains import _checks
 from optax_smile.chains._centers import Plan
 from optax_smile.chains._chains import Chains
+from optax_smile.mistakes.batches import PASS, require_all
+from optax_smile.mistakes.loss import LOSS_ROUNDING
 
 # Share of the noise of one gradient that a control variate may leave; below the second share,
 # centres are renewed half as often.
@@ -72,7 +73,7 @@ class Centers:
         if step < plan.due:
             return
         if not plan.length:
-            rows = _checks.size(batches[0], self.per_chain) or 0
+            rows = _on_host.num_examples(batches[0], self.per_chain) or 0
             if not 2 <= rows < self.number:
                 rule = f"batches of 2 to {self.number - 1:g} examples, for `control_variate`"
                 _check.fail("batches", rule, f"one of {rows}")
@@ -126,13 +127,13 @@ class Centers:
         rows = 0
         for place, batch in enumerate(self.all_data):
             batch = _on_host.as_numeric("control_variate", batch, copy=not self.is_list)
-            if not (size := _checks.size(batch, self.per_chain)):
+            if not (size := _on_host.num_examples(batch, self.per_chain)):
                 _check.fail("control_variate", ALL_DATA, "a batch without examples")
             rows += size
             if rows > self.number:
                 break
             yield place, batch
-        _checks.require_all("control_variate", rows, self.number)
+        require_all("control_variate", rows, self.number)
 
     def gather(self, chains: Chains):
         """Make a pass over all data."""
@@ -147,7 +148,7 @@ class Centers:
             before, self.sums = sums if self.sums is None else self.sums, sums
             if np.any(np.abs(sums - before) > ROUNDING * before[:, 1:]):
                 got = "other examples than in the pass before"
-                _check.fail("control_variate", ALL_DATA, got, _checks.PASS)
+                _check.fail("control_variate", ALL_DATA, got, PASS)
 
     def check_batches(self, sums: np.ndarray, losses: np.ndarray):
         """Require that the batches are of the data of the centres, from `Chains.excess`."""
@@ -156,14 +157,14 @@ class Centers:
             return
         mean = total / number
         variance = np.maximum(squares / number - mean**2, 0) / number
-        error = np.sqrt(variance + (_checks.LOSS_ROUNDING * (1 + np.abs(losses))) ** 2)
+        error = np.sqrt(variance + (LOSS_ROUNDING * (1 + np.abs(losses))) ** 2)
         if (ratio := float(np.median(np.abs(mean) / error))) > MOST_EXCESS:
             rule = "the data of `batches`"
             got = (
                 f"data whose mean loss is {np.median(losses):.4g} at points where that of the"
                 f" batches is {np.median(losses + mean):.4g}, {ratio:.0f} standard errors away"
             )
-            _check.fail("control_variate", rule, got, _checks.PASS)
+            _check.fail("control_variate", rule, got, PASS)
 
 
 def _moments(array: Tree) -> tuple[float, float]:

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _on_host, _settings, _table
+from optax_smile import _check, _on_host, _settings, _table, mistakes
 from optax_smile._types import Batch, Options, Output, Tree
-from optax_smile.chains import _checks
 from optax_smile.chains._chains import Chains
 from optax_smile.diagnostics.findings import Check
-from optax_smile.state import AFTER, AT_REST, samplers
+from optax_smile.mistakes.batches import USABLE, advice_on_axes, advice_on_single
+from optax_smile.state import AFTER, samplers
 
 # Most batches that are read, fewest updates, and fewest gradients that the sampler receives.
 MOST_BATCHES, LEAST_CALLS, LEAST_RECEIVED = 256, 8, 3
@@ -107,9 +107,9 @@ def check(
         params: initial parameters of the loop.
         batch: one batch (an array, a tuple or a dict of arrays), or a list or another iterable of
             batches, of which `check` reads at most 256. More batches make the tests more reliable.
-            The `num_data` of the sampler must be within a factor of 10 of the examples of a list,
-            or of its tokens (entries of an integer array `[example, position]`) if the loss is
-            their mean, and may not be the size of one of several batches.
+            The `num_data` of the sampler must be less than 10 times the examples of a list, or
+            its tokens (entries of an integer array `[example, position]`) if the loss is their
+            mean, and may not be the size of one of several batches, or their number.
         sampler: the complete transformation of the loop, such as an `optax.chain`.
         state: what `init` returned, if the loop runs several chains under `vmap`. Each leaf of
             `state`, `params` and `aux` then has a leading chain axis. None: one chain.
@@ -138,30 +138,17 @@ def check(
     params, aux = jax.tree.map(jnp.asarray, (params, aux))
     if not has_chains:
         params, aux = jax.tree.map(lambda x: x[None], (params, aux))
-    settings = _settings.of(sampler, _on_host.shapes_of_one(params))
-    if settings is None:
+    if _settings.of(sampler, _on_host.shapes_of_one(params)) is None:
         rule = "a transformation that contains an optax_smile sampler"
         _check.fail("sampler", rule, "one without")
-    checks = [*_of_data(batches, is_whole, settings)]
-    usable = [part for part in batches if _checks.size(part, False) != 0]
-    if usable:
+    empty = [x for x, part in enumerate(batches) if _on_host.num_examples(part, False) == 0]
+    text = f"batches {empty[:4]} have no examples." if empty else "none."
+    advice = "Drop them: the mean over no examples is not a number."
+    checks = [Check.of("empty batches", tuple(map(float, empty)), 0.0, not empty, text, advice)]
+    if usable := [part for place, part in enumerate(batches) if place not in empty]:
         others = {"aux": aux, "stochastic": stochastic}
         checks += _of_chains(loss_fn, params, usable, is_whole, sampler, state, others)
     return CheckReport(tuple(checks))
-
-
-def _of_data(batches: list[Batch], is_whole: bool, settings: Options) -> Iterator[Check]:
-    """Test the batches."""
-    sizes = [_checks.size(part, False) for part in batches]
-    empty = [number for number, rows in enumerate(sizes) if rows == 0]
-    text = f"batches {empty[:4]} have no examples." if empty else "none."
-    advice = "Drop them: the mean over no examples is not a number."
-    yield _checks.judge("empty batches", tuple(map(float, empty)), 0.0, not empty, text, advice)
-    if len(sizes) > 1:
-        yield _checks.unequal([rows for rows in sizes if rows != 0])
-    if is_whole and len(batches) % 2 == 0 and _settings.gradients_per_step(settings) == 2:
-        text = f"in passes over these {len(batches)}, a batch always gets the same of two weights."
-        yield _checks.judge("two gradients", (len(batches),), 1.0, False, text, ALTERNATE)
 
 
 def _of_chains(
@@ -170,43 +157,42 @@ def _of_chains(
     batches: list[Batch],
     is_whole: bool,
     sampler: optax.GradientTransformation,
-    own: Tree,
+    state: Tree,
     others: Options,
 ) -> Iterator[Check]:
-    """Make the tests that need losses and updates; `own` is the state of the loop."""
+    """Make the tests that need losses and updates; `state` is that of the loop."""
     sampler, key = optax.with_extra_args_support(sampler), jax.random.key(0)
-    hint = _checks.advice_on_axes(params, batches) if own else CHAINED
+    hint = advice_on_axes(params, batches) if state else CHAINED
     try:
-        with _check.called("check", "sample", "parallel.place", "parallel.init"):
+        with _check.called("check", "parallel.place", "parallel.init"):
             chains = Chains(loss_fn, params, sampler, key=key, hint=hint, **others)
     except _check.ArgumentError as error:
         if error.advice != AFTER:
             raise
         yield Check("after the sampler", (), (), 0.0, False, error.advice, f"{error.got}.")
         return
-    with _check.called("check", "sample", batches="batch"):
-        losses = _on_host.local(chains.losses(batches[0]))
-    for number, part in enumerate(batches):
+    losses, number = chains.losses, len(batches)
+    with _check.called("check", batches="batch"):
+        start = losses(chains.tree, batches[0])
+    for place, part in enumerate(batches):
         if reason := chains.misfit(part):
-            got, advice = f"batch {number}, which {reason}", _checks.advice_on_single(batches)
-            _check.fail("batch", _checks.USABLE, got, advice)
-    found = _checks.divisors(batches, chains.counted)
-    test = _checks.amount(batches, chains.counted, found) if is_whole else None
-    test = test or _checks.at_least(batches[0], chains.counted)
-    yield from filter(None, (_checks.unequal_terms(found), test))
-    if np.all(np.isfinite(losses)):
-        mean = None
-        if not others["stochastic"]:
-            mean = _checks.check_mean(chains.losses, batches[0], chains.counted, None)
+            got = f"batch {place}, which {reason}"
+            _check.fail("batch", USABLE, got, advice_on_single(batches))
+    yield from mistakes.batches.checks(batches, losses, is_whole)
+    if is_whole and number % 2 == 0 and chains.gradients_per_step == 2:
+        text = f"in passes over these {number}, a batch always gets the same of two weights."
+        yield Check.of("two gradients", (number,), 1.0, False, text, ALTERNATE)
+    if np.all(np.isfinite(start)):
+        mean = mistakes.loss.check_mean(losses, chains.tree, batches[0])
         if isinstance(mean, Check):
             yield mean
-        yield from chains.tests(batches[0])
-        if isinstance(mean, Check) and len(batches) == 1:
+        yield from mistakes.before(losses, chains.tree, batches[0])
+        if isinstance(mean, Check) and number == 1:
             # Among gradients of equal length, a factor and a clip look the same.
-            rows = (_checks.num_rows(batches[0], False) or 0) // 2
+            rows = (_on_host.num_rows(batches[0], False) or 0) // 2
             batches = [batches[0], jax.tree.map(lambda x: x[:rows], batches[0])]
     if chains.number > 1:
-        yield _of_keys(own, params)
+        yield mistakes.start.shared_keys(state, params)
     broken, calls, (stats, seen) = [], 0, chains.record()
     while calls < max(LEAST_CALLS, len(batches)) or (
         # Several accumulated gradients count as one.
@@ -218,42 +204,6 @@ def _of_chains(
         if np.any(seen.num_nonfinite_calls > before) and calls < len(batches):
             broken.append(calls)
         calls += 1
-    yield from _of_calls(stats, seen, broken)
-    if found := _checks.check_aux(seen, chains.like.aux):
-        yield found
-    if found := _checks.check_step_size(chains.settings, chains.tree.state):
-        yield found
-
-
-def _of_calls(
-    stats: dict[str, np.ndarray], seen: _checks.Gradients, broken: list[int]
-) -> Iterator[Check]:
-    """Test the results of the updates."""
-    finite = _checks.check_finite(seen)
-    if broken:
-        text = f"{finite.text} They come from the batches {broken[:4]}."
-        finite = finite._replace(text=text, advice=_checks.NONFINITE, passed=False)
-    yield finite
-    how = _checks.changed(seen)
-    text = f"the sampler receives the gradients of the loss{f' {how}' if how else ''}."
-    yield _checks.judge("before the sampler", (), 0.0, not how, text, _checks.BEFORE)
-    if not how:
-        yield _checks.check_clips(seen)
-    text = "leaves that are not sampled move along their gradients."
-    if _checks.adds_gradients(seen):
-        yield _checks.judge("other leaves", (), 0.0, False, text, AT_REST)
-    altered, calls = (int(np.sum(stats[name])) for name in ("num_altered", "num_gradients"))
-    text = f"{altered} of {calls} updates were changed."
-    yield _checks.judge("after the sampler", (float(altered),), 0.0, not altered, text, AFTER)
-
-
-def _of_keys(own: optax.OptState, params: optax.Params) -> Check:
-    """Find chains of a loop that share their random numbers."""
-    keys = optax.tree.get(own, "key", filtering=lambda _, x: jnp.result_type(x) == jnp.uint32)
-    alike = _on_host.first_alike(_on_host.local(keys if keys is not None else (own, params)))
-    copies = tuple(chain for chain, first in enumerate(alike) if first != chain)
-    found = f"chains {list(copies)} use" if copies else "no chains use"
-    text = f"{found} the same random numbers as earlier chains."
-    advice = "Make their states with `optax_smile.parallel.init(sampler, params, key=...)`."
-    values = tuple(float(alike[chain]) for chain in copies)
-    return Check("random numbers", copies, values, 0.0, not copies, advice * bool(copies), text)
+    yield from mistakes.gradients.checks(seen, stats, broken)
+    yield from mistakes.gradients.lost_numbers(seen, chains.like.aux)
+    yield from mistakes.start.step_size(chains.settings, chains.tree.state)

@@ -19,12 +19,13 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
 from jax.sharding import AxisType
 
-from optax_smile import _check, _settings, state
+from optax_smile import _check, _paths, _settings, state
 from optax_smile._types import Options, Tree
 from optax_smile._warn import warn
-from optax_smile.chains import _checks, _directory
+from optax_smile.chains import _directory
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
+from optax_smile.mistakes.gradients import STOPPED
 
 REPEAT = "Use the same data, seeds and program. For another fit, choose a new directory."
 LEAST_SEEN = 20  # Draws at which a gradient may be zero by accident.
@@ -108,7 +109,7 @@ def recorded(
         begun = inner.init(params)
         state.check_place("sampler", begun, params)
         received = state.find(begun, "sampler").last_received()
-        recorder.sampled = _checks.leaf_names(params if received is None else received[0])
+        recorder.sampled = _paths.names(params if received is None else received[0])
         if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
             rule, got = "called outside of `shard_map`", "a call inside"
             _check.fail("init", rule, got, "Use `sample`, which takes a mesh.")
@@ -126,7 +127,7 @@ def recorded(
             with jax.ensure_compile_time_eval():
                 recorder.settings = _settings.of(sampler, shapes) or {}
         recorder.is_blind |= params is None
-        recorder.leaves = _checks.leaf_names(updates)
+        recorder.leaves = _paths.names(updates)
         are_driven = [jnp.any(x != 0) for x in jax.tree.leaves(updates)]
         updates, after = inner.update(updates, before.sampler, params, **others)
         after = RecordedState(after, before.fit)
@@ -309,7 +310,7 @@ class _Recorder:
         resting = [x for x in self.leaves if x in self.sampled and x not in self.driven]
         if resting and self.num_seen >= LEAST_SEEN:
             zero = f"the gradient of {', '.join(resting)} was zero at all {self.num_seen} draws"
-            warn(f"`draws`: {zero}. {_checks.STOPPED}")
+            warn(f"`draws`: {zero}. {STOPPED}")
         if self.is_blind:
             blind = "changes of the updates, which make draws wrong, go unnoticed"
             warn(f"`draws`: the loop does not pass `params` to `update`, so that {blind}.")

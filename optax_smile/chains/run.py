@@ -15,13 +15,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _on_host, _settings, _table, parallel
+from optax_smile import _check, _on_host, _settings, _table, mistakes, parallel
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile._warn import warn
-from optax_smile.chains import _centers, _checks, _directory, _host, _optimizer, _renewal
+from optax_smile.chains import _centers, _directory, _host, _optimizer, _renewal
 from optax_smile.chains._chains import Chains
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
+from optax_smile.mistakes.loss import warn_of
 from optax_smile.state import AFTER
 
 BatchPer = Literal["gradient", "step"]
@@ -79,7 +80,7 @@ class Run:
 
     # Before the first step. The record of the gradients is that of the last tick.
     _num_gradients = _num_kept = 0
-    _gradients: _checks.Gradients | None = None
+    _gradients: mistakes.gradients.Gradients | None = None
     _stats: Mapping[str, np.ndarray] | None = None
     # Number of draws of the newest loop over `draws`, and its last step.
     _asked = 0, 0
@@ -90,11 +91,11 @@ class Run:
 
     @_check.arguments(
         "Run",
-        params=_checks.STARTS,
+        params=mistakes.start.STARTS,
         batches=_check.BATCHES,
         sampler=_check.TRANSFORMATION,
         key=_check.Key(needed=True),
-        aux=_checks.AUX | None,
+        aux=mistakes.start.AUX | None,
         batch_per=_check.OneOf(BatchPer),
         control_variate=_renewal.GIVEN | None,
         steps_per_dispatch=_check.Whole(1),
@@ -133,7 +134,7 @@ class Run:
         stored = _centers.num_stored(control_variate, batches, params, specs, stochastic)
         given: Options = {"key": key, "aux": aux, "stochastic": stochastic, "per_chain": per_chain}
         given |= {"mesh": mesh, "specs": specs, "num_stored": stored}
-        given["hint"] = _checks.advice_on_axes(params, batches)
+        given["hint"] = mistakes.batches.advice_on_axes(params, batches)
         made = _optimizer.as_sampler(sampler, params)
         self._chains = Chains(loss_fn, params, made, **given)
         settings = self._chains.settings or {}
@@ -150,10 +151,10 @@ class Run:
         self._position = self._stream.position()
         is_list = isinstance(batches, (list, tuple))
         if is_list:
-            counted = self._chains.counted if check else None
-            _checks.check_list(batches, per_chain, counted)
-        warns, misfit = check and not is_list, self._chains.misfit
-        self._checked = _usable(self._stream, per_chain, warns, misfit)
+            mistakes.batches.require_usable(batches, per_chain)
+            if check:
+                mistakes.batches.warn_of_list(batches, self._chains.losses)
+        self._checked = _usable(self._stream, self._chains, check and not is_list)
         same: Options = {"batch_per": batch_per, "control_variate": control_variate is not None}
         same |= {"stochastic": stochastic, "per_chain": per_chain}
         same["key"] = np.asarray(jax.random.key_data(cast(jax.Array, key))).tolist()
@@ -343,11 +344,9 @@ class Run:
             _optimizer.warn_of_nonfinite(self.stats["num_nonfinite"])
         elif self._warns and (seen := self._gradients) is not None and seen.num_calls.size:
             # A process may hold no chain.
-            for check in (_checks.check_finite(seen), _checks.check_clips(seen)):
-                _checks.warn_if_failed(check)
+            warn_of(mistakes.gradients.checks(seen, self.stats))
         if self._gradients is not None:
-            lost = _checks.check_aux(self._gradients, self._chains.like.aux)
-            _checks.warn_if_failed(lost)
+            warn_of(mistakes.gradients.lost_numbers(self._gradients, self._chains.like.aux))
         draws = self._kept.result()
         draws.interrupted = self._interrupted
         return draws
@@ -447,14 +446,22 @@ class Run:
             if not taken:
                 return
             if not (self._num_gradients or self._position.taken):
-                self._chains.check(taken[0], self._warns)
+                self._check_start(taken[0])
             yield taken, places, position
+
+    def _check_start(self, batch: Batch):
+        """Require a sound start, and warn of mistakes."""
+        losses, chains = self._chains.losses, self._chains.tree
+        mistakes.start.require(losses, chains, batch)
+        if self._warns:
+            mistakes.loss.warn_of_sum(losses, chains, batch)
+            warn_of(mistakes.before(losses, chains, batch))
 
     def _tick(self, step: int, is_place: bool, trace: bool):
         """Check what the chains did, and keep their statistics and, at its place, a draw."""
         self._stats, self._gradients = self._chains.record()
         aux = self._chains.like.aux
-        _checks.check_gradients(self._gradients, not self._is_optimizer, aux)
+        mistakes.gradients.require_received(self._gradients, aux)
         if altered := np.flatnonzero(self._stats["is_altered"]).tolist():
             rule = "a sampler whose updates are applied unchanged"
             number, calls = (self._stats[x][altered[0]] for x in ("num_altered", "num_gradients"))
@@ -462,8 +469,7 @@ class Run:
             _check.fail("sampler", rule, got, AFTER)
         is_draw = is_place and bool(np.all(self._stats["is_draw"]))
         if is_draw and not self._num_kept and self._warns:
-            found = _checks.check_step_size(self._chains.settings, self._chains.tree.state)
-            _checks.warn_if_failed(found)
+            warn_of(mistakes.start.step_size(self._chains.settings, self._chains.tree.state))
         if trace:
             self._draw = self._chains.draw() if is_draw else None
             self._kept.put(self._num_kept, step, self._stats, self._draw)
@@ -508,34 +514,34 @@ class Run:
     def _refuse_batches(self, needed: int):
         """Say why the batches ended before the first draw."""
         if self._stream.defect:
-            advice = _checks.advice_on_single(self._batches)
+            advice = mistakes.batches.advice_on_single(self._batches)
             got = f"{_check.show(self._batches) if advice else 'one'} whose {self._stream.defect}"
-            _check.fail("batches", _checks.USABLE, got, advice)
+            _check.fail("batches", mistakes.batches.USABLE, got, advice)
         rule = f"a list, which is restarted, or batches for {needed} gradients"
         advice = RESTART if self._stream.taken else ""
         _check.fail("batches", rule, f"{self._stream.taken or 'no'} batches", advice)
 
 
-def _usable(
-    stream: _host.Stream, per_chain: bool, warns: bool, misfit: Callable[[Batch], str]
-) -> Iterator[Batch]:
+def _usable(stream: _host.Stream, chains: Chains, warns: bool) -> Iterator[Batch]:
     """Yield batches up to one with a `stream.defect`, and warn once of one of another size."""
     structure, first, known = None, None, set()
     for batch in stream:
         structure = structure or jax.tree.structure(batch)
-        reason = _checks.defect(batch, structure, per_chain)
+        reason = mistakes.batches.defect(batch, structure, chains.per_chain)
         shapes = tuple(map(np.shape, jax.tree.leaves(batch)))
         # The caller checks the loss on the first batch.
         if not reason and known and shapes not in known:
-            reason = misfit(batch)
-        known.add(shapes)
+            reason = chains.misfit(batch)
         if reason:
             stream.defect = f"batch {stream.taken} of pass {stream.passes + 1} {reason}"
             return
-        rows = _checks.size(batch, per_chain)
+        rows = _on_host.num_examples(batch, chains.per_chain)
+        if warns and not known:
+            warn_of(mistakes.batches.checks([batch], chains.losses, False))
+        known.add(shapes)
         if rows and warns:
             first = first or rows
-            check = _checks.unequal([first, rows])
+            check = mistakes.batches.unequal([first, rows])
             warns = check.passed
-            _checks.warn_if_failed(check)
+            warn_of([check])
         yield batch

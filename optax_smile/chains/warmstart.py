@@ -7,7 +7,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, cast
@@ -22,7 +21,11 @@ from optax_smile import _check, _check_trees, _noise, _on_host, _settings, _tree
 from optax_smile._bar import Bar
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile._warn import warn
-from optax_smile.chains import _checks, _directory, _host
+from optax_smile.chains import _directory, _host
+from optax_smile.mistakes.batches import advice_on_single, is_finite
+from optax_smile.mistakes.gradients import keep_finite, listed
+from optax_smile.mistakes.loss import FullLoss, Losses, loss_of, warn_of_sum
+from optax_smile.mistakes.start import AUX, SEED
 
 # Jitter relative to the size of the weights, see `chains_from_weights`. It changes the LPPD of
 # trained networks by about .01 nats, at most .05 (energy, concrete, diabetes); 0.1 changes it by up
@@ -58,7 +61,7 @@ Step: TypeAlias = Callable[[Members, Batch], Members]
     num_epochs=_check.Whole(1),
     steps_per_epoch=_check.Whole(1) | None,
     patience=_check.Whole(1),
-    aux=_checks.AUX | None,
+    aux=AUX | None,
     mesh=parallel.MESH,
     specs=parallel.SPECS,
     directory=_check.PathLike() | None,
@@ -149,7 +152,7 @@ def warmstart(
     """
     optimizer = optax.with_extra_args_support(optimizer)
     validation = _on_host.as_numeric("validation", validation, copy=True)
-    loss = _checks.loss_of(loss_fn, aux is not None, stochastic)
+    loss = loss_of(loss_fn, aux is not None, stochastic)
     # The argument check has converted a seed to a typed key.
     typed = cast(jax.Array, key)
     members = _begin(init_fn, optimizer, num_members, typed, stochastic, aux, mesh, specs)
@@ -203,7 +206,7 @@ def _best(members: Members) -> Tree:
         advice = "Are the batches and `validation` finite? Try a smaller learning rate."
         _check.fail("loss_fn", rule, got, advice)
     if members.num_lost is not None and np.any(lost := _on_host.local(members.num_lost)):
-        at = _checks.listed(members.aux, np.any(lost, axis=0))
+        at = listed(members.aux, np.any(lost, axis=0))
         warn(f"`warmstart`: `aux` was not finite at {at} after {np.max(lost)} steps. {KEPT}")
     return members.best["params"] if members.aux is None else members.best
 
@@ -213,7 +216,7 @@ class _Training:
     """Members after `epoch` epochs, and what trains them on."""
 
     members: Members
-    loss: _checks.FullLoss
+    loss: FullLoss
     optimizer: optax.GradientTransformationExtraArgs
     batches: Iterable[Batch]
     steps_per_epoch: int | None
@@ -232,9 +235,9 @@ class _Training:
         self.train, self.judge = (parallel.step(step, members, mesh=mesh) for step in steps)
         with _check.called("warmstart", "parallel.place_batch", batch="validation"):
             held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
-        self.held_out, hint = held_out, _checks.advice_on_single(self.batches)
-        number = len(members.stale)
-        self.losses = _checks.Losses(self.loss, number, False, mesh, hint)
+        like, hint = _on_host.shapes_of_one(members), advice_on_single(self.batches)
+        number, self.held_out = len(members.stale), held_out
+        self.losses = Losses(self.loss, like, number, mesh=mesh, hint=hint)
         self.stream = None if self.steps_per_epoch is None else _host.Stream(self.batches)
 
     def restore(self, folder: Path, minutes: float, same: Options):
@@ -305,16 +308,13 @@ class _Training:
     def _check_losses(self, batch: Batch):
         """Check the losses of the first batch and of the validation."""
         self.losses.check(self.members, batch)
-        of_batch = partial(self.losses, self.members)
         if self.check and self.members.key is None:
-            like = _on_host.shapes_of_one(self.members)
-            counted = _checks.Counted(None, False, None if self.mesh else self.loss, like)
-            _checks.warn_of_sum(of_batch, batch, counted, self.mesh)
+            warn_of_sum(self.losses, self.members, batch)
         if self.validation is not None:
             self.losses.check(self.members, self.validation, "validation")
             # A loss may ignore missing numbers.
-            if not _checks.is_finite(self.validation) and not np.any(
-                np.isfinite(_on_host.local(of_batch(self.validation)))
+            if not is_finite(self.validation) and not np.any(
+                np.isfinite(self.losses(self.members, self.validation))
             ):
                 _check.fail("validation", "finite", "nan or inf")
 
@@ -331,7 +331,7 @@ def _begin(
     specs: Tree,
 ) -> Members:
     """Make the members before the first step, each on its row of devices."""
-    key, loss_key = jax.random.split(key) if stochastic else (key, None)
+    key, loss_key = parallel._loss_keys(key, stochastic, num_members, mesh=mesh)
     if aux is not None and parallel.num_chains(aux, "aux") != num_members:
         rule = f"a tree whose leaves have a leading axis of {num_members} members"
         _check.fail("aux", rule, jax.tree.map(jnp.shape, aux))
@@ -355,7 +355,7 @@ def _begin(
         params=params,
         state=parallel.init(optimizer, params, mesh=mesh, specs=specs, key=state_key),
         aux=copy(aux),
-        key=None if loss_key is None else parallel._split_key(loss_key, num_members, mesh=mesh),
+        key=loss_key,
         loss=copy(unknown),
         best={"params": parallel.place(params, mesh=mesh, specs=specs), "aux": copy(aux)},
         best_loss=copy(unknown),
@@ -365,7 +365,7 @@ def _begin(
 
 
 def _steps(
-    loss: _checks.FullLoss,
+    loss: FullLoss,
     optimizer: optax.GradientTransformationExtraArgs,
     patience: int,
     keeps_last: bool,
@@ -373,12 +373,12 @@ def _steps(
     """Return the training step of one member, and its validation step after an epoch."""
 
     def train(member: Members, batch: Batch) -> Members:
-        key, used = _noise.next_key(member.key)
+        key, used = _noise.split(member.key)
         value_and_grad = jax.value_and_grad(loss, has_aux=True)
         (value, aux), grads = value_and_grad(member.params, member.aux, used, batch)
         updates, state = optimizer.update(grads, member.state, member.params, value=value)
         params = optax.apply_updates(member.params, updates)
-        aux, are_lost = _checks.keep_finite(aux, member.aux, value)
+        aux, are_lost = keep_finite(aux, member.aux, value)
         lost = member.num_lost
         lost = lost if are_lost is None or lost is None else _tree.count(lost, are_lost)
         member = member._replace(params=params, state=state, aux=aux, num_lost=lost)
@@ -389,7 +389,7 @@ def _steps(
         if not keeps_last:
             # With another one, unchanged weights would have another loss.
             kind = None if member.key is None else jax.random.key_impl(member.key)
-            used = None if kind is None else jax.random.key(_checks.SEED, impl=kind)
+            used = None if kind is None else jax.random.key(SEED, impl=kind)
             value, _ = loss(member.params, member.aux, used, batch)
         better = (value < member.best_loss) & (member.stale < patience) | keeps_last
         now = {"params": member.params, "aux": member.aux}

@@ -168,6 +168,13 @@ class Check(NamedTuple):
     advice: str
     text: str
 
+    @staticmethod
+    def of(
+        kind: str, value: tuple, bound: float, passed: bool, text: str, advice: str = ""
+    ) -> Check:
+        """Make a check of all chains; its advice is for a failure."""
+        return Check(kind, (), value, bound, passed, "" if passed else advice, text)
+
 
 class Run(NamedTuple):
     """What the checks look at; predictions and log densities are `[chain, draw, input]`."""
@@ -187,20 +194,25 @@ class Run(NamedTuple):
         return self.paths.norm.shape[1]
 
 
-class Finding(NamedTuple):
-    """The outcome of one test: which chains fail, and the number that was tested, `[chain]`.
+class Values(tuple[float, ...]):
+    """Numbers that are formatted as their range, such as "0.1 to 0.3"."""
 
-    `kind` is a key of `ADVICE`; `text` is a sentence with "{}" in the place of the numbers, and
-    `flagged` says on which side of the bound, "{}", a chain fails.
+    def __format__(self, form: str) -> str:
+        ends = dict.fromkeys(format(end(self), form) for end in (min, max) if self)
+        return " to ".join(ends)
+
+
+def failing(
+    kind: str, fails: np.ndarray, values: np.ndarray, bound: float, text: str, flagged: str = ""
+) -> Check:
+    """Make the draft of a check that some chains fail, from flags and numbers `[chain]`.
+
+    Its `text` has a field for their range, such as "{:.0%}". `flagged` says on which side of the
+    bound, another field, a chain fails.
     """
-
-    kind: str
-    chains: np.ndarray
-    values: np.ndarray
-    bound: float
-    text: str
-    form: str = ".3g"
-    flagged: str = ""
+    chains = tuple(np.flatnonzero(fails).tolist())
+    text += f" (flagged {flagged})." if flagged else ""
+    return Check(kind, chains, tuple(values.tolist()), float(bound), not chains, "", text)
 
 
 def judge(run: Run) -> tuple[Check, ...]:
@@ -209,39 +221,44 @@ def judge(run: Run) -> tuple[Check, ...]:
     Tests that pass are reported for the chains that have converged and whose numbers are known.
     """
     rhats = np.array([median_of(chain) for chain in run.rhat_within])
-    findings = [*_copied(run), *_altered(run)]
+    drafts = [*_copied(run), *_altered(run)]
     sick = np.zeros(len(rhats), bool)
-    for finding in joined(_nonfinite(run), _diverged(run), _frozen(run, rhats < HIGH_RHAT)):
-        findings.append(finding._replace(chains=finding.chains & ~sick))
-        sick = sick | finding.chains
+    for draft in joined(_nonfinite(run), _diverged(run), _frozen(run, rhats < HIGH_RHAT)):
+        drafts.append(_among(draft, ~sick))
+        sick[[*draft.chains]] = True
     arrives = ~sick
     # The path of an altered chain says nothing about the sampler.
     own = run.trace["num_altered"][:, -1] == 0 if "num_altered" in run.trace else True
-    for finding in _unsettled(run, rhats):
-        findings.append(finding._replace(chains=finding.chains & arrives & own))
-        arrives = arrives & ~finding.chains
-    findings += [*_mixing(run, arrives), *_stepping(run, sick)]
-    checks = (_check_of(finding, run, arrives) for finding in findings)
+    for draft in _unsettled(run, rhats):
+        drafts.append(_among(draft, arrives & own))
+        arrives[[*draft.chains]] = False
+    drafts += [*_mixing(run, arrives), *_stepping(run, sick)]
+    checks = (_completed(draft, run, arrives) for draft in drafts)
     return tuple(check for check in checks if check.chains)
 
 
-def _check_of(finding: Finding, run: Run, arrives: np.ndarray) -> Check:
-    passed, advice = not finding.chains.any(), ""
-    if not passed:
+def _among(draft: Check, chosen: np.ndarray) -> Check:
+    """Restrict a draft to some chains, of flags `[chain]`."""
+    chains = tuple(chain for chain in draft.chains if chosen[chain])
+    return draft._replace(chains=chains, passed=not chains)
+
+
+def _completed(draft: Check, run: Run, arrives: np.ndarray) -> Check:
+    """Add the advice, and write the numbers of the chains that fail or were tested."""
+    chains, advice = draft.chains, ""
+    if draft.passed:
+        chains = tuple(np.flatnonzero(np.isfinite(draft.value) & arrives).tolist())
+    else:
         chosen_by = chooser(run.settings)
-        advice = ADVICE[finding.kind].format(**STEP_SIZES[chosen_by])
-        if finding.kind in UNDERWAY and chosen_by == "number" and "tuner" in run.settings:
+        advice = ADVICE[draft.kind].format(**STEP_SIZES[chosen_by])
+        if draft.kind in UNDERWAY and chosen_by == "number" and "tuner" in run.settings:
             advice += GIVEN
-        if finding.kind in SLOW and "change_share" in run.trace:
+        if draft.kind in SLOW and "change_share" in run.trace:
             share = np.median(run.trace["change_share"][:, -1])
             advice += NOISE.format(min(share, 1)) if share > NOISY else ""
-    chains = np.flatnonzero(np.isfinite(finding.values) & arrives if passed else finding.chains)
-    value = finding.values[chains].tolist()
-    ends = dict.fromkeys(format(end(value), finding.form) for end in (min, max) if value)
-    text, bound = finding.text.format(" to ".join(ends)), float(finding.bound)
-    beyond = format(bound, ".0%" if "%" in finding.form else ".3g")
-    text += f" (flagged {finding.flagged.format(beyond)})." if finding.flagged else ""
-    return Check(finding.kind, tuple(chains.tolist()), tuple(value), bound, passed, advice, text)
+    value = Values(draft.value[chain] for chain in chains)
+    text = draft.text.format(value, draft.bound)
+    return draft._replace(chains=chains, value=tuple(value), advice=advice, text=text)
 
 
 def shared_draws(paths: Paths) -> np.ndarray:
@@ -254,36 +271,36 @@ def copy_of(paths: Paths) -> np.ndarray:
     return (shared_draws(paths) > MOST_EQUAL * paths.alike.shape[1]).argmax(axis=1)
 
 
-def _copied(run: Run) -> Iterator[Finding]:
+def _copied(run: Run) -> Iterator[Check]:
     """Yield findings of chains with equal draws, and of others that differ but have equal keys."""
     first, shared = run.copy_of, shared_draws(run.paths)
     np.fill_diagonal(shared, 0)
     is_copy = np.bincount(first, minlength=len(first))[first] > 1
     groups = [np.flatnonzero(first == chain).tolist() for chain in np.unique(first[is_copy])]
-    text = f"{{}} of {run.num_draws} draws equal those of another chain, bit for bit"
+    text = f"{{:.0f}} of {run.num_draws} draws equal those of another chain, bit for bit"
     most = MOST_EQUAL * run.num_draws
-    yield Finding("copies", is_copy, shared.max(axis=1), most, f"{text}{_listed(groups)}.", ".0f")
+    yield failing("copies", is_copy, shared.max(axis=1), most, f"{text}{_listed(groups)}.")
     if "noise_id" in run.trace:
         noise = run.trace["noise_id"]
         groups = [x for x in chains_with_equal_keys(noise) if not is_copy[x].all()]
         alike = np.isin(np.arange(len(first)), sum(groups, []))
         number = np.where(alike, float(noise.shape[1]), 0.0)
-        text = f"{{}} of {noise.shape[1]} draws use the random numbers of another chain"
-        yield Finding("equal keys", alike, number, 0, f"{text}{_listed(groups)}.", ".0f")
+        text = f"{{:.0f}} of {noise.shape[1]} draws use the random numbers of another chain"
+        yield failing("equal keys", alike, number, 0, f"{text}{_listed(groups)}.")
 
 
 def _listed(groups: list[list[int]]) -> str:
     return f": {' and '.join(map(str, groups))}" if 0 < len(groups) <= MOST_GROUPS else ""
 
 
-def _altered(run: Run) -> Iterator[Finding]:
+def _altered(run: Run) -> Iterator[Check]:
     falls = (np.diff(run.trace["num_gradients"]) < 0).sum(axis=1)
-    text = "the count of gradients started again {} times: the state was initialized again."
-    yield Finding("altered", falls > 0, falls.astype(float), 0, text, ".0f")
+    text = "the count of gradients started again {:.0f} times: the state was initialized again."
+    yield failing("altered", falls > 0, falls.astype(float), 0, text)
     if "num_altered" in run.trace:
         altered, most = run.trace["num_altered"][:, -1], run.trace["num_gradients"][:, -1].max()
-        text = f"{{}} of {most:.0f} updates were changed before they reached the parameters."
-        yield Finding("altered", altered > 0, altered, 0, text, ".0f")
+        text = f"{{:.0f}} of {most:.0f} updates were changed before they reached the parameters."
+        yield failing("altered", altered > 0, altered, 0, text)
     if "gradient_norm" in run.trace and run.num_draws >= LEAST_DRAWS_JUDGED:
         norms = run.trace["gradient_norm"][:, 1 - run.num_draws :]
         # Of rejected calls it is zero, and a chain that hardly moves repeats it.
@@ -291,22 +308,23 @@ def _altered(run: Run) -> Iterator[Finding]:
         norms = np.sort(np.where((norms > 0) & moves, norms, np.nan), axis=1)
         ends = [np.searchsorted(x, x * (1 + SAME_NORM), "right") for x in norms]
         same = np.where(np.isnan(norms), 0, ends - np.arange(norms.shape[1])).max(axis=1)
-        share, text = same / norms.shape[1], "the gradients at {} of the draws have the same norm"
+        share = same / norms.shape[1]
+        text = "the gradients at {:.0%} of the draws have the same norm"
         text += ", as behind a clip"
-        yield Finding("altered", share > MOST_SAME, share, MOST_SAME, text, ".0%", "above {}")
+        yield failing("altered", share > MOST_SAME, share, MOST_SAME, text, "above {:.0%}")
 
 
-def _nonfinite(run: Run) -> Iterator[Finding]:
+def _nonfinite(run: Run) -> Iterator[Check]:
     """Yield findings of non-finite numbers: bad data affect all chains, divergence a single one."""
     share = _gain(run.trace["num_nonfinite"]) / _gain(run.trace["num_gradients"])
-    text = "{} of the gradients, their losses or their norms are infinite or NaN."
+    text = "{:.2%} of the gradients, their losses or their norms are infinite or NaN."
     is_broken = share > MOST_NONFINITE
     of_all = is_broken & is_broken.all()
-    yield Finding("not finite", of_all, share, MOST_NONFINITE, text, ".2%")
-    yield Finding("diverged", is_broken & ~of_all, share, MOST_NONFINITE, text, ".2%")
+    yield failing("not finite", of_all, share, MOST_NONFINITE, text)
+    yield failing("diverged", is_broken & ~of_all, share, MOST_NONFINITE, text)
 
 
-def _diverged(run: Run) -> Iterator[Finding]:
+def _diverged(run: Run) -> Iterator[Check]:
     """Yield findings that a chain has left the region of good parameters."""
     precision, temperature = (run.settings.get(x) for x in ("prior_precision", "temperature"))
     prior = 0.0
@@ -317,10 +335,10 @@ def _diverged(run: Run) -> Iterator[Finding]:
     size = _late(run.paths.norm) / expected
     # The scale of another prior is unknown.
     if run.settings.get("log_prior") is None:
-        text = "the norm of the parameters is {} times that of the start,"
+        text = "the norm of the parameters is {:.3g} times that of the start,"
         text += " or of a draw from the prior if that is larger"
         far = (expected > 0) & (size > DIVERGENCE_RATIO)
-        yield Finding("diverged", far, size, DIVERGENCE_RATIO, text, flagged="above {}")
+        yield failing("diverged", far, size, DIVERGENCE_RATIO, text, "above {:.3g}")
     if run.density is not None:
         # Compare averages over a third of the draws: single draws may fail at an input where their
         # average does not. Give impossible targets a finite density.
@@ -339,46 +357,49 @@ def _diverged(run: Run) -> Iterator[Finding]:
             (below, (below > far) & ~closer, "that of the other chains"),
             (fallen, fallen > far, "that of its first draws"),
         ):
-            text = f"the log likelihood of most inputs is {{}} nats below {reference}"
-            yield Finding("diverged", fails, nats, far, text, flagged="above {}")
+            text = f"the log likelihood of most inputs is {{:.3g}} nats below {reference}"
+            yield failing("diverged", fails, nats, far, text, "above {:.3g}")
 
 
-def _frozen(run: Run, mixes: np.ndarray) -> Iterator[Finding]:
+def _frozen(run: Run, mixes: np.ndarray) -> Iterator[Check]:
     """Yield findings that a chain moves too little; small steps are harmless if the chain mixes."""
     if run.num_draws < 2:
         return
     moves, still = run.paths.moved, (run.paths.moved == 0).sum(axis=1)
     half = moves.shape[1] / 2
-    text = f"{{}} of {moves.shape[1]} draws equal the draw before"
-    yield Finding("frozen", still > half, still, half, text, ".0f", "above half")
+    text = f"{{:.0f}} of {moves.shape[1]} draws equal the draw before"
+    yield failing("frozen", still > half, still, half, text, "above half")
     below = run.trace["below_resolution"].mean(axis=1)
-    text = "at {} of the draws, the step is too short for the precision of the parameters"
-    yield Finding("frozen", below > 0.5, below, 0.5, text, ".0%", "above {}")
+    text = "at {:.0%} of the draws, the step is too short for the precision of the parameters"
+    yield failing("frozen", below > 0.5, below, 0.5, text, "above {:.0%}")
     # The largest of the last third, for a schedule that goes in cycles.
     sizes = run.trace["step_size"]
     size, last = sizes[:, 2 * sizes.shape[1] // 3 :].max(axis=1), _late(moves)
     for text, share in (
-        ("the step size is {} times the first", size / run.first_step_size),
-        ("the step size is {} times that of other chains", size / _others(size)),
-        ("successive draws are {} times as far apart as in other chains", last / _others(last)),
+        ("the step size is {:.3g} times the first", size / run.first_step_size),
+        ("the step size is {:.3g} times that of other chains", size / _others(size)),
+        (
+            "successive draws are {:.3g} times as far apart as in other chains",
+            last / _others(last),
+        ),
     ):
         low = (share < FROZEN_RATIO) & ~mixes
-        yield Finding("frozen", low, share, FROZEN_RATIO, text, flagged="below {}")
+        yield failing("frozen", low, share, FROZEN_RATIO, text, "below {:.3g}")
 
 
-def _unsettled(run: Run, rhats: np.ndarray) -> Iterator[Finding]:
+def _unsettled(run: Run, rhats: np.ndarray) -> Iterator[Check]:
     """Yield findings that a chain has not converged."""
     if "on_its_way" in run.trace:
         share = _trace.late_share(run.trace["on_its_way"])
-        text = "the energy was still falling at {} of the later records"
-        yield Finding("still on its way", share > 0.5, share, 0.5, text, ".0%", "above {}")
+        text = "the energy was still falling at {:.0%} of the later records"
+        yield failing("still on its way", share > 0.5, share, 0.5, text, "above {:.0%}")
     fall = _fall_of_loss(run)
-    text = "from its first to its second half, the loss fell {} times as far as chance explains"
-    yield Finding("still on its way", fall > 1, fall, 1.0, text, ".2g", "above {}")
+    text = "from its first to its second half, the loss fell {:.2g} times as far as chance explains"
+    yield failing("still on its way", fall > 1, fall, 1.0, text, "above {:.3g}")
     if run.num_draws >= LEAST_DRAWS_JUDGED:
         bound = HIGH_WEIGHT_RHAT if run.values is None else HIGH_RHAT
-        text = "the median R-hat of the quarters of the chain is {}"
-        yield Finding("not settled", rhats > bound, rhats, bound, text, ".2f", "above {}")
+        text = "the median R-hat of the quarters of the chain is {:.2f}"
+        yield failing("not settled", rhats > bound, rhats, bound, text, "above {:.3g}")
 
 
 def _fall_of_loss(run: Run) -> np.ndarray:
@@ -397,7 +418,7 @@ def _fall_of_loss(run: Run) -> np.ndarray:
     return fall / np.sqrt(own + FAR_NOISE**2 * noise)
 
 
-def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Finding]:
+def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Check]:
     """Yield findings that there are few independent draws, or that the chains disagree."""
     if run.values is None or run.num_draws < LEAST_DRAWS_JUDGED or not arrived.any():
         return
@@ -407,8 +428,8 @@ def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Finding]:
     # Test all chains together: inputs are correlated, so many may be high by chance in one chain.
     is_slow = share_above(run.rhat_within[arrived]) > most
     few = f"fewer than {2 / (bound - 1):.0f} independent draws"
-    text = f"{{}} of the R-hats within the chain are above {bound}, which corresponds to {few}"
-    yield Finding("slow", arrived & is_slow & (share > most), share, most, text, ".0%", "above {}")
+    text = f"{{:.0%}} of the R-hats within the chain are above {bound}, which corresponds to {few}"
+    yield failing("slow", arrived & is_slow & (share > most), share, most, text, "above {:.0%}")
     steady = arrived & (run.copy_of == np.arange(len(arrived)))
     if not is_slow:
         yield from _few_independent(run.values, steady)
@@ -421,19 +442,19 @@ def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Finding]:
         flagged = f"of the inputs (flagged at {MANY_INPUTS:.0%} or more)"
         inputs = f"{np.nanmin(apart):.0%} or more {flagged}{listed}"
         text = f"{len(groups)} groups of chains predict differently at {inputs}."
-        yield Finding("different modes", steady, apart, MANY_INPUTS, text)
+        yield failing("different modes", steady, apart, MANY_INPUTS, text)
         return
-    text = "a chain and the one closest to it predict differently at {} of the inputs"
+    text = "a chain and the one closest to it predict differently at {:.0%} of the inputs"
     none = np.zeros_like(steady)
-    yield Finding("different modes", none, apart, MANY_INPUTS, text, ".0%", "at {} or more")
+    yield failing("different modes", none, apart, MANY_INPUTS, text, "at {:.0%} or more")
     if not is_slow:
         across = np.full(len(steady), share_above(rhat(run.values[steady])))
-        text = f"{{}} of the R-hats across these chains are above {bound}"
+        text = f"{{:.0%}} of the R-hats across these chains are above {bound}"
         differ = steady & (across > most)
-        yield Finding("chains differ", differ, across, most, text, ".0%", "above {}")
+        yield failing("chains differ", differ, across, most, text, "above {:.0%}")
 
 
-def _few_independent(values: np.ndarray, steady: np.ndarray) -> Iterator[Finding]:
+def _few_independent(values: np.ndarray, steady: np.ndarray) -> Iterator[Check]:
     """Yield a finding that chains have few independent draws: together, or one on its own.
 
     The ESS is that of each chain, since chains may be in different modes.
@@ -447,35 +468,35 @@ def _few_independent(values: np.ndarray, steady: np.ndarray) -> Iterator[Finding
     if total >= least and num_draws >= DRAWS_PER_ESS * LEAST_ESS_OF_CHAIN:
         text, least = "", LEAST_ESS_OF_CHAIN
         slow = steady & (own < least)
-    text = f"the ESS of the chain's {num_draws} draws is {{}}{text}"
-    yield Finding("slow", slow, own, least, text, ".0f", "below {}")
+    text = f"the ESS of the chain's {num_draws} draws is {{:.0f}}{text}"
+    yield failing("slow", slow, own, least, text, "below {:.3g}")
 
 
-def _stepping(run: Run, sick: np.ndarray) -> Iterator[Finding]:
+def _stepping(run: Run, sick: np.ndarray) -> Iterator[Check]:
     """Yield findings of high losses, many rejections and a step size that changes."""
     if "start_loss" in run.trace:
         losses = run.trace["loss"][:, -run.num_draws :]
         rise = losses.mean(axis=1) - run.trace["start_loss"][:, -1]
         # The loss at the start is that of one batch: its standard deviation between batches.
         noise = np.diff(losses, axis=1).std(axis=1) / np.sqrt(2) if losses.shape[1] > 1 else 0.0
-        text = "the loss of the draws minus that of the start is {} nats per example"
-        above = "above {} plus the standard deviation of the loss between batches"
+        text = "the loss of the draws minus that of the start is {:.3g} nats per example"
+        above = "above {:.3g} plus the standard deviation of the loss between batches"
         has_risen = (rise > MOST_RISE + noise) & ~sick
-        yield Finding("worse than the start", has_risen, rise, MOST_RISE, text, flagged=above)
+        yield failing("worse than the start", has_risen, rise, MOST_RISE, text, above)
     rate, nominal = rejection_rate(run.trace), nominal_rate(run.settings)
     often = rate > np.maximum(MOST_REJECTIONS * nominal, LEAST_REJECTION_RATE)
     often &= _gain(run.trace["num_rejected"]) >= LEAST_EVENTS
-    text, most = "the rate is {} times the nominal one of `reject_quantile`", MOST_REJECTIONS
-    yield Finding("rejected steps", often, rate / nominal, most, text, flagged="above {}")
+    text, most = "the rate is {:.3g} times the nominal one of `reject_quantile`", MOST_REJECTIONS
+    yield failing("rejected steps", often, rate / nominal, most, text, "above {:.3g}")
     # Without a tuner, the step size follows a schedule that the user chose.
     if chooser(run.settings) not in ("schedule", "number"):
         trend = step_size_trend(run.trace["step_size"])
         changed = np.maximum(trend, 1 / trend)
-        text = "it changed by a factor of {} during the draws"
+        text = "it changed by a factor of {:.3g} during the draws"
         # A known width is one in coordinates that change with the matrix of `psmile`.
         has_matrix = np.isfinite(run.trace["width"][:, -1]) if "width" in run.trace else False
         has_changed = (changed > MOST_TREND) & ~sick & ~has_matrix
-        yield Finding("step size", has_changed, changed, MOST_TREND, text, flagged="above {}")
+        yield failing("step size", has_changed, changed, MOST_TREND, text, "above {:.3g}")
 
 
 def _groups(values: np.ndarray) -> tuple[list[list[int]], np.ndarray]:

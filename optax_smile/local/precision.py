@@ -14,7 +14,8 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _on_host, _tree
-from optax_smile.chains._checks import check_list, curvature
+from optax_smile.mistakes.batches import require_usable
+from optax_smile.mistakes.start import curvature
 from optax_smile.potential import Potential, strength_for
 
 # Number of batches used to estimate the curvature of the loss.
@@ -93,7 +94,7 @@ def curvature_precision(
     losses = jax.jit(lambda batch, at: jax.vmap(loss_fn, (0, None))(at, batch))
     convert = functools.partial(_on_host.as_numeric, "batches", copy=True)
     seen = [*map(convert, itertools.islice(iter(batches), MOST_BATCHES))]
-    check_list(seen, per_chain=False)
+    require_usable(seen, per_chain=False)
     rule = "trained networks, arrays [chain, ...], each a valid argument of `loss_fn`"
     loss = _check.traced("params", losses, seen[0], params, rule=rule)
     is_scalar = getattr(loss, "shape", None) == (number,)

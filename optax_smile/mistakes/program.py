@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
@@ -13,6 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from optax_smile import _tree
 from optax_smile._types import Tree
@@ -26,10 +25,6 @@ LINEAR |= {"squeeze", "stop_gradient", "transpose"}
 SUMS, PRODUCTS = {"add", "add_any", "sub"}, {"mul", "div"}
 # Linear functions of one array if all others are known.
 WEIGHTINGS = LINEAR | SUMS | PRODUCTS | {"select_n", "dot_general"}
-# Equations whose programs are followed for what depends on what.
-INSIDE = {x for x in CALLS if not x.startswith("custom")} | {"cond", "scan", "shard_map", "while"}
-# Real functions without a gradient.
-FLAT = {"ceil", "floor", "nextafter", "round", "sign", "stop_gradient"}
 MOST_TERMS = 999  # More terms of an array are not followed.
 # Multiples of the parameters at which terms are computed, and relative rounding errors.
 MULTIPLES, ROUNDING = (-1.0, 0.0, 1.0, 2.0), 1e-3
@@ -85,49 +80,25 @@ def reached(program: ClosedJaxpr, number: int) -> list[tuple[bool, bool]]:
 
     A gradient that happens to be zero, such as behind a unit that is off, is one.
     """
-    bits = [1 << place for place in range(number)]
-    given = bits + [0] * (len(program.jaxpr.invars) - number)
-    (reads,), (moves,) = (_reach(program.jaxpr, given, smooth) for smooth in (False, True))
-    return [(bool(reads & bit), bool(moves & bit)) for bit in bits]
+    loss, shapes = jaxpr_as_fun(program), [x.aval for x in program.jaxpr.invars]
+    places = [i for i in range(number) if _tree.is_floating(shapes[i])]
 
+    def change(moves: list[jax.Array], *given: jax.Array) -> jax.Array:
+        def at(*moved: jax.Array) -> jax.Array:
+            rest = iter(moved)
+            return loss(*(next(rest) if i in places else x for i, x in enumerate(given)))[0]
 
-def _reach(program: Jaxpr, given: Sequence[int], smooth: bool) -> list[int]:
-    """Return on which inputs each result depends, as bits; `smooth`: through which gradients."""
-    known = dict(zip(program.invars, given, strict=True))
+        return jax.jvp(at, [given[i] for i in places], moves)[1]
 
-    def of(x) -> int:
-        return 0 if isinstance(x, Literal) else known.get(x, 0)
-
-    for eqn in program.eqns:
-        bits = _reach_of(eqn, [*map(of, eqn.invars)], smooth)
-        is_real = [jnp.issubdtype(getattr(x.aval, "dtype", bool), jnp.inexact) for x in eqn.outvars]
-        passed = [x if real or not smooth else 0 for x, real in zip(bits, is_real, strict=True)]
-        known |= dict(zip(eqn.outvars, passed, strict=True))
-    return [*map(of, program.outvars)]
-
-
-def _reach_of(eqn, inputs: list[int], smooth: bool) -> Sequence[int]:
-    """Return the bits of the results; a function with its own rule of gradients may have any."""
-    name, params = eqn.primitive.name, eqn.params
-    every = 0 if smooth and name in FLAT else functools.reduce(operator.or_, inputs, 0)
-    bodies = params.get("branches") or [
-        params.get("body_jaxpr", _inner(eqn) or params.get("jaxpr"))
-    ]
-    if name not in INSIDE or None in bodies:
-        return [every] * len(eqn.outvars)
-    programs = [getattr(body, "jaxpr", body) for body in bodies]
-    # The index of a branch and the constants of a condition come first.
-    size = len(programs[0].invars)
-    given, before = inputs[-size:] if size else [], None
-    first = params.get("num_consts", params.get("body_nconsts", size))
-    last, results = first + params.get("num_carry", size), []
-    while given != before:
-        each = [_reach(program, given, smooth) for program in programs]
-        results = [functools.reduce(operator.or_, x) for x in zip(*each, strict=True)]
-        before, given = given, [*given]
-        given[first:last] = map(operator.or_, given[first:last], results)
-    decides = name in ("cond", "while") and not smooth
-    return [x | every if decides else x for x in results]
+    _, reads = dce_jaxpr(program.jaxpr, [True])
+    try:
+        changes = jax.make_jaxpr(change)([shapes[i] for i in places], *shapes)
+        _, moves = dce_jaxpr(changes.jaxpr, [True])
+    except TypeError:
+        # A function with a backward pass of its own has no forward mode, but may have a gradient.
+        moves = [True] * number
+    moving = {i for i, moves_loss in zip(places, moves, strict=False) if moves_loss}
+    return [(reads[i], i in moving) for i in range(number)]
 
 
 class Mean(NamedTuple):

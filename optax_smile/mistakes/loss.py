@@ -1,0 +1,370 @@
+"""Mistakes in a loss: its form, a sum in place of a mean, and what its program shows."""
+
+import contextlib
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from optax_smile import _check, _on_host, _paths, _settings, parallel
+from optax_smile._on_host import num_examples, num_rows
+from optax_smile._types import Batch, Options, Tree
+from optax_smile._warn import warn
+from optax_smile.diagnostics.findings import Check
+from optax_smile.mistakes.gradients import STOPPED
+from optax_smile.state import find
+
+# A loss in the form `(params, aux, key, batch) -> (loss, aux)`, see `loss_of`.
+FullLoss: TypeAlias = Callable[..., tuple[jax.Array, Tree]]
+NEAR_ONE = 0.05  # A loss is a sum if its halves add up to the whole within this difference.
+SUMMED = "`loss_fn` looks like a sum over the examples: divide by their number."
+# By which a mean may be divided, such as that of squares.
+FACTORS = 0.5, 1, 2, 4
+# Batches of a list of which the terms of the loss are counted.
+MOST_COUNTED = 256
+# For what is no mistake. Where a program cannot be read, the reason goes here too: the tests of the
+# package make it an error.
+LOG = logging.getLogger("optax_smile")
+# What `program.read` finds: the text of the check, its verbs if it fails or passes, and advice.
+PROGRAM = {
+    "penalty": (
+        "`loss_fn` {} a term of the parameters alone, like weight decay or a prior.",
+        ("has", "does not have"),
+        "Leave it out: the loss is multiplied by num_data, and the sampler's prior replaces it.",
+    ),
+    "logits": (
+        "`loss_fn` {} a softmax or sigmoid to probabilities.",
+        ("applies", "does not apply"),
+        "Pass logits: leave the softmax or sigmoid out of the model.",
+    ),
+    "pairs": (
+        "`loss_fn` {} each example with its own target.",
+        ("does not compare", "compares"),
+        "Arrays of shapes (n, 1) and (n,) broadcast to (n, n): give outputs and targets one shape.",
+    ),
+}
+LOSS_ROUNDING = 1e-5  # Relative rounding errors of a mean loss.
+
+
+def loss_of(loss_fn: Callable, has_aux: bool, is_stochastic: bool) -> FullLoss:
+    """Convert a loss to the form `(params, aux, key, batch) -> (loss, aux)`."""
+    form = ", ".join(["params", "batch", *["aux="] * has_aux, *["key="] * is_stochastic])
+    advice = "It also gets `aux` if you pass one, and `key` if `stochastic`."
+    _check.Function(f"({form})", advice)("loss_fn", loss_fn)
+
+    def loss(params, aux, key, batch) -> Tree:
+        extras = {"aux": aux} if has_aux else {}
+        if is_stochastic:
+            extras["key"] = key
+        result = loss_fn(params, batch, **extras)
+        if isinstance(result, tuple) != has_aux or has_aux and len(result) != 2:
+            rule = "a function that returns a scalar loss, or with `aux=` a pair (loss, new_aux)"
+            _check.fail("loss_fn", rule, f"one that returns {_check.show(result)}")
+        result = result if has_aux else (result, None)
+        given, new = (jax.tree.map(jnp.shape, x) for x in (aux, result[1]))
+        if has_aux and jax.tree.flatten(given) != jax.tree.flatten(new):
+            rule = f"a function that returns `new_aux` like `aux`, {_check.cut(given)}"
+            _check.fail("loss_fn", rule, _check.cut(new))
+        return result
+
+    return loss
+
+
+@dataclasses.dataclass
+class Losses:
+    """The losses of many chains on a batch, and what tests of the loss need to know.
+
+    Attributes:
+        loss: of one chain.
+        like: shapes of one chain, with `params`, `aux` and `key`.
+        number: of chains.
+        per_chain, mesh, specs: as for `sample`.
+        hint: advice where the loss raises.
+        settings: of the sampler; None if there is none.
+        means: what `divisors` has read, by the shapes of a batch.
+    """
+
+    loss: FullLoss
+    like: Tree
+    number: int
+    per_chain: bool = False
+    mesh: Mesh | None = None
+    specs: Tree = None
+    hint: str = ""
+    settings: Options | None = None
+    means: dict[str, Tree] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        def of_chain(chain, batch):
+            # The next step splits the key in two.
+            key = None if chain.key is None else jax.random.fold_in(chain.key, 2)
+            return self.loss(chain.params, chain.aux, key, batch)[0]
+
+        axes = 0, 0 if self.per_chain else None
+        mapped = parallel.over_chains(of_chain, mesh=self.mesh, in_axes=axes)
+        own = None if self.mesh is None else parallel._chain_sharding(self.mesh)
+        self.compiled = jax.jit(mapped, out_shardings=own)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether another loss may need arrays that are spread over devices."""
+        return self.specs is not None or bool(self.mesh and parallel.DATA in self.mesh.shape)
+
+    @property
+    def num_data(self) -> object:
+        """That of the sampler, None without."""
+        return (self.settings or {}).get("num_data")
+
+    def put(self, batch: Batch, stacked: bool = False) -> Batch:
+        """Put a batch, or a stack of batches, on the devices."""
+        given = {"mesh": self.mesh, "per_chain": self.per_chain, "stacked": stacked}
+        return batch if self.mesh is None else parallel.place_batch(batch, **given)
+
+    def __call__(self, chains: Tree, batch: Batch, params: Tree = None) -> np.ndarray:
+        """Compute the losses `[chain]` at the `params`, `aux` and `key` of the chains.
+
+        Or at other `params`. They are those of the chains of this process.
+        """
+        if params is not None:
+            placed = parallel.place(params, mesh=self.mesh, specs=self.specs)
+            chains = chains._replace(params=placed)
+        self.check(chains, batch)
+        return np.asarray(_on_host.local(self.compiled(chains, self.put(batch))), float)
+
+    def check(self, chains: Tree, batch: Batch, argument: str = "loss_fn"):
+        """Require a scalar loss and, if each chain has its own batch, one batch per chain."""
+        rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+        if self.per_chain and rows != {(self.number,)}:
+            rule = f"batches whose leaves have a leading axis of {self.number}, with `per_chain`"
+            _check.fail("batches", rule, f"the leading axes {sorted(rows)}")
+        rule = "a function that returns a scalar mean loss"
+        if argument != "loss_fn":
+            rule = "one batch, for which `loss_fn` returns a scalar mean loss"
+        of_params = jax.tree.map(lambda x: np.shape(x)[1:], chains.params)
+        shapes = [_check.cut(x) for x in (of_params, jax.tree.map(np.shape, batch))]
+        called = f"It was called with the params {shapes[0]} and the batch {shapes[1]} (shapes)."
+        advice = f"{called} {self.hint}".rstrip()
+        given = chains, self.put(batch)
+        loss = _check.traced(argument, self.compiled, *given, rule=rule, advice=advice)
+        is_scalar = getattr(loss, "shape", None) == (self.number,)
+        if not is_scalar or not jnp.issubdtype(loss.dtype, jnp.floating):
+            of_chain = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape[1:])}", loss)
+            _check.fail(argument, rule, f"one that returns {of_chain}")
+
+    def program(self, batch: Batch) -> Tree:
+        """Return the program of the loss of one chain; None if it fails or is not to be read.
+
+        Its arguments are `params`, `aux` and `key` of `like`, and the batch of one chain.
+        """
+        if self.is_sharded:
+            return None
+        with contextlib.suppress(Exception):
+            given = self.like.params, self.like.aux, self.like.key, batch
+            return jax.make_jaxpr(lambda *given: self.loss(*given)[0])(*given)
+
+
+def warn_of(checks: Iterable[Check]):
+    """Warn of checks that failed; write a line about one that passed with advice."""
+    for check in checks:
+        if check.advice:
+            tell = LOG.warning if check.passed else warn
+            tell(f"`{_check.function_name()}`: {check.text} {check.advice}")
+
+
+def warn_of_sum(losses: Losses, chains: Tree, batch: Batch):
+    """Warn of a loss that looks like a sum, see `check_mean`, or of one that cannot be tested."""
+    check, skip = check_mean(losses, chains, batch), "To skip this test, pass check=False."
+    if isinstance(check, Check):
+        warn_of([check._replace(advice=check.advice and f"{check.advice} {skip}")])
+    elif check:
+        name = _check.function_name()
+        warn(f"`{name}`: could not test whether `loss_fn` is a mean, because {check}. {skip}")
+
+
+def check_mean(losses: Losses, chains: Tree, batch: Batch) -> Check | str:
+    """Find a loss that looks like a sum: the losses of two halves add up to that of the whole.
+
+    A sum passes if it is divided by a constant from the number of examples to that of its terms.
+    Returns the reason if that cannot be tested; "" if the batch is a single example or a vector, or
+    the loss is random.
+    """
+    if chains.key is not None:
+        return ""
+    per_chain, mesh = losses.per_chain, losses.mesh
+    # The axis "data" of the mesh must divide the halves.
+    rows, least = num_rows(batch, per_chain), 1 if mesh is None else mesh.shape.get("data", 1)
+    half = 0 if rows is None else rows // 2 // least * least
+    # Otherwise the batch may be no more than a vector that the loss compares with the parameters.
+    has_examples = any(np.ndim(leaf) > 1 + per_chain for leaf in jax.tree.leaves(batch))
+    if not half:
+        is_mixed = rows is None and has_examples
+        return "the arrays of a batch share no axis of examples" if is_mixed else ""
+
+    def of_part(first: int, stop: int) -> np.ndarray:
+        rows = slice(first, stop)
+        part = jax.tree.map(lambda x: x[:, rows] if per_chain else x[rows], batch)
+        return losses(chains, part)
+
+    try:
+        halves = of_part(0, half), of_part(half, 2 * half)
+        whole = of_part(0, 2 * half)
+    except Exception as error:
+        reason = str(getattr(error, "got", error)).splitlines() or [""]
+        return f"it rejects half of a batch: {_check.cut(reason[0])}" if has_examples else ""
+    with np.errstate(all="ignore"):
+        ratio = float(np.median(sum(halves) / whole))
+    text = (
+        f"the losses of the two halves of the first batch add up to {ratio:.3f} times the loss of"
+        " the whole (2 for a mean, 1 for a sum)."
+    )
+    is_sum = abs(ratio - 1) < NEAR_ONE
+    if is_sum and (found := divisors([batch], losses)):
+        # The loss is multiplied by the number of all data, so it must not be divided by it as well.
+        number = losses.num_data if isinstance(losses.num_data, int | float) else math.inf
+        is_of_all = 2 * half < number and found.constant / number in FACTORS
+        is_sum = is_of_all or not 2 * half <= found.constant <= FACTORS[-1] * found.number
+    return Check.of("mean loss", (ratio,), 1.0, not is_sum, text, SUMMED)
+
+
+def reading(function: str, *given: Tree) -> Tree:
+    """Call a function of `program`; None if there is no program or it fails.
+
+    It reads programs of JAX, whose parts change from version to version. That must not end a run.
+    """
+    if given[0] is None:
+        return None
+    try:
+        from optax_smile.mistakes import program
+
+        return getattr(program, function)(*given)
+    except Exception:
+        LOG.debug("The program of a loss could not be read.", exc_info=True)
+        return None
+
+
+def checks(losses: Losses, chains: Tree, batch: Batch) -> Iterator[Check]:
+    """Test the program of a loss, unless parameters are sharded."""
+    if losses.is_sharded or not _settings.are_posterior(losses.settings):
+        return
+    one = jax.tree.map(lambda x: x[0], batch) if losses.per_chain else batch
+    program = losses.program(one)
+    yield from _of_leaves(losses, program)
+    if losses.mesh is None:
+        yield from _of_terms(losses, program, chains, batch)
+
+
+def _of_leaves(losses: Losses, program: Tree) -> Iterator[Check]:
+    """Find leaves that the sampler moves, but for which the program of the loss has no gradient."""
+    params, received = losses.like.params, find(losses.like.state).last_received()
+    moved, paths = _paths.names(params if received is None else received[0]), _paths.names(params)
+    found = reading("reached", program, len(paths))
+    if found is None:
+        yield _skipped("gradients, unread")
+        return
+    pairs = [(path, *one) for path, one in zip(paths, found, strict=True) if path in moved]
+    stopped = [path for path, is_read, has_gradient in pairs if is_read and not has_gradient]
+    unread = [path for path, is_read, _ in pairs if not is_read]
+    text = f"`loss_fn` depends on {', '.join(stopped)}, but has no gradient there."
+    text = text if stopped else "`loss_fn` has a gradient wherever it depends on parameters."
+    yield Check.of("gradients", (float(len(stopped)),), 0.0, not stopped, text, STOPPED)
+    # A log prior may depend on what the loss does not read.
+    if unread and (losses.settings or {}).get("log_prior") is None:
+        text = f"`loss_fn` does not read {', '.join(unread)}: these are draws from the prior."
+        advice = "Leave it out of the parameters, if that is not meant."
+        yield Check("unread", (), (float(len(unread)),), 0.0, True, advice, text)
+
+
+def _of_terms(losses: Losses, program: Tree, chains: Tree, batch: Batch) -> Iterator[Check]:
+    """Find what is wrong in the program of a loss, see `program.read`."""
+    one = jax.tree.map(lambda x: x[0], chains.params)
+    found = reading("read", program, one, num_examples(batch, losses.per_chain))
+    if found is None:
+        yield _skipped("penalty, logits, pairs")
+        return
+    if "pairs" in found and not _loses_pairs(losses, chains, batch):
+        found.remove("pairs")
+    for kind, (text, verbs, advice) in PROGRAM.items():
+        passed = kind not in found
+        yield Check.of(kind, (float(not passed),), 0.0, passed, text.format(verbs[passed]), advice)
+
+
+def _skipped(kind: str) -> Check:
+    """Name tests that were not made, with a bound of NaN."""
+    text = "the program of `loss_fn` cannot be read with this version of JAX."
+    return Check.of(kind, (), math.nan, True, text)
+
+
+def _loses_pairs(losses: Losses, chains: Tree, batch: Batch) -> bool:
+    """Whether an array with one number per example may be permuted without the others."""
+    axis, moved = int(losses.per_chain), reading("elsewhere", chains.params)
+    leaves, structure = jax.tree.flatten(batch)
+
+    def loss_with(place: int, leaf: np.ndarray) -> np.ndarray:
+        changed = jax.tree.unflatten(structure, [*leaves[:place], leaf, *leaves[place + 1 :]])
+        return losses(chains, changed, moved)
+
+    for place, leaf in enumerate(map(np.asarray, leaves)):
+        if leaf.ndim <= axis or leaf.size != math.prod(leaf.shape[: axis + 1]):
+            continue
+        same = np.broadcast_to(leaf.take([0], axis), leaf.shape)
+        parts = leaf, np.roll(leaf, 1, axis), same
+        whole, mixed, constant = (loss_with(place, part) for part in parts)
+        rounding = LOSS_ROUNDING * np.abs(whole)
+        # A change of an unused array changes nothing either.
+        is_used = np.abs(constant - whole) > 10 * rounding
+        if np.all(is_used & (np.abs(mixed - whole) <= rounding)):
+            return True
+    return False
+
+
+class Divisors(NamedTuple):
+    """What the mean loss of a batch is divided by."""
+
+    each: np.ndarray  # Of some of the batches, `[batch]`.
+    are_terms: bool  # Whether it is the number of terms of the mean.
+    depends: bool  # Whether it depends on the batch, beyond its shapes.
+    number: float  # How many numbers the mean of the first batch is over.
+    constant: float  # By what the sum of the first batch is divided, besides; NaN if unknown.
+
+
+def some(batches: Sequence[Batch]) -> Sequence[Batch]:
+    """Return at most `MOST_COUNTED` of the batches."""
+    return batches[:: -(-len(batches) // MOST_COUNTED)]
+
+
+def divisors(batches: Sequence[Batch], losses: Losses) -> Divisors | None:
+    """Read in the program of the loss what it is divided by; None if it does not tell."""
+    each, first = [], None
+    for batch in some(batches):
+        rows = num_examples(batch, losses.per_chain) or 0
+        batch = jax.tree.map(lambda x: x[0], batch) if losses.per_chain else batch
+        shapes = str(jax.tree.map(jnp.shape, batch))
+        if shapes not in losses.means:
+            found = reading("mean_of", losses.program(batch), batch) if rows else None
+            losses.means[shapes] = found and (found[0], jax.jit(found[1]))
+        if not losses.means[shapes]:
+            return None
+        mean, others = losses.means[shapes]
+        first = first or mean
+        each.append(float(others(batch)) if mean.others else _num_terms(mean, batch, rows))
+    first, numbers = cast(Tree, first), np.array(each)
+    are_terms = bool(np.all((numbers >= 1) & (numbers == np.round(numbers))))
+    are_terms &= not first.others or numbers[0] <= first.number
+    return Divisors(numbers, are_terms, bool(first.others), first.number, abs(first.constant))
+
+
+def _num_terms(mean: Tree, batch: Batch, rows: int) -> float:
+    """Count the tokens or examples that a loss is a mean of; NaN if neither fits."""
+    leaves = [x for x in jax.tree.leaves(batch) if np.ndim(x) == 2]
+    lengths = {x.shape[1] for x in leaves if np.issubdtype(jnp.result_type(x), np.integer)}
+    # The targets of a sequence may be the sequence without its first token.
+    counts = [*(rows * (x - cut) for x in lengths for cut in (0, 1)), rows]
+    fits = [x for x in counts if x and mean.number % x == 0 and mean.constant / x in FACTORS]
+    is_of_more = mean.number != rows and mean.constant % mean.number == 0
+    return math.nan if not fits or fits[0] == rows and is_of_more else float(fits[0])
