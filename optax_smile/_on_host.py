@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from optax_smile import _check
-from optax_smile._types import Batch, T
+from optax_smile._types import T
 
 WIDE = (
     "Map identifiers to 0, 1, 2, ..., convert other numbers to floating point, or enable 64 bits:"
@@ -109,13 +109,13 @@ def first_alike(tree: object) -> list[int]:
     return alike
 
 
-def num_rows(batch: Batch, per_chain: bool) -> int | None:
+def num_rows(batch: object, per_chain: bool) -> int | None:
     """Return the length of the example axis if all leaves, scalars included, share one."""
     axis = int(per_chain)
     lengths = {np.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(batch)}
     return lengths.pop()[0] if len(lengths) == 1 and lengths != {()} else None
 
 
-def num_examples(batch: Batch, per_chain: bool) -> int | None:
+def num_examples(batch: object, per_chain: bool) -> int | None:
     """Return the number of examples of all arrays but scalars; None if they disagree."""
     return num_rows([x for x in jax.tree.leaves(batch) if np.ndim(x) > per_chain], per_chain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from optax_smile import _tree, parallel
 from optax_smile._on_host import num_examples
-from optax_smile._types import Batch, Tree
 from optax_smile.mistakes.loss import FullLoss
 
 # Pairs of parts of a batch with which the noise is measured.
@@ -29,12 +28,12 @@ class Center(NamedTuple):
         gradient: G, its gradient, a tree like `params`.
     """
 
-    params: Tree
+    params: Any
     loss: jax.Array
-    gradient: Tree
+    gradient: optax.Updates
 
 
-def residual(loss: jax.Array, gradient: Tree, center: Center, params: Tree) -> jax.Array:
+def residual(loss: jax.Array, gradient: object, center: Center, params: object) -> jax.Array:
     """Difference between the linear functions that touch the losses of a batch and of all data."""
     excess = jax.tree.map(jnp.subtract, gradient, center.gradient)
     moved = jax.tree.map(jnp.subtract, params, center.params)
@@ -60,7 +59,7 @@ class Centered(NamedTuple):
     excess: jax.Array
     noise: jax.Array
     num_reduced: jax.Array
-    stored: tuple[jax.Array, Tree] | None
+    stored: tuple[jax.Array, optax.Updates] | None
 
     def stats(self) -> dict[str, jax.Array]:
         """Return what the trace tells of it."""
@@ -72,7 +71,7 @@ class Centered(NamedTuple):
         If losses are stored, a batch comes as a pair with its place in the list.
         """
 
-        def with_center(params: Tree, aux: Tree, key: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
+        def with_center(params, aux, key, batch) -> tuple[jax.Array, Any]:
             if self.stored is None:
                 of_center = jax.value_and_grad(loss, has_aux=True)
                 (there, _), gradient = of_center(self.center.params, aux, key, batch)
@@ -92,14 +91,14 @@ class Centered(NamedTuple):
         sums = self.excess + jnp.stack([known.astype(excess.dtype), excess, excess**2])
         return self._replace(excess=sums, num_reduced=_tree.count(self.num_reduced))
 
-    def moved(self, params: Tree) -> Centered:
+    def moved(self, params: optax.Params) -> Centered:
         """Put the centre at a point, where nothing is known of the data."""
         center = jax.tree.map(jnp.zeros_like, self.center)._replace(params=params)
         none = jnp.zeros_like(self.excess)
         return self._replace(center=center, excess=none, noise=self.noise / 2)
 
     def gathered(
-        self, loss: FullLoss, aux: Tree, key: Tree, batch: Batch, number: float
+        self, loss: FullLoss, aux: object, key: jax.Array | None, batch: Any, number: float
     ) -> Centered:
         """Add the loss and the gradient of a batch at the centre, of a `number` of examples."""
         center, stored, place = self.center, self.stored, None
@@ -121,10 +120,10 @@ class Centered(NamedTuple):
     def measured(
         self,
         loss: FullLoss,
-        params: Tree,
-        aux: Tree,
-        key: Tree,
-        batch: Batch,
+        params: optax.Params,
+        aux: object,
+        key: jax.Array | None,
+        batch: object,
         number: float,
     ) -> Centered:
         """Measure the variance of the gradients, and what the control variate leaves of it.
@@ -136,18 +135,18 @@ class Centered(NamedTuple):
         pairs = min(PAIRS, rows // 2)
         length = rows // (2 * pairs)
 
-        def parts(leaf: Tree) -> jax.Array:
+        def parts(leaf: jax.Array) -> jax.Array:
             if not jnp.ndim(leaf):
                 return jnp.broadcast_to(leaf, (pairs, 2))
             return leaf[: 2 * pairs * length].reshape(pairs, 2, length, *leaf.shape[1:])
 
-        def square(x: Tree, y: Tree) -> jax.Array:
+        def square(x: optax.Updates, y: optax.Updates) -> jax.Array:
             return optax.tree.norm(optax.tree.sub(x, y), squared=True)
 
-        def of_pair(given: tuple[Batch, Tree]) -> jax.Array:
+        def of_pair(given: tuple[object, jax.Array | None]) -> jax.Array:
             pair, keys = given
 
-            def gradient(at: Tree, place: int, key: int) -> Tree:
+            def gradient(at: optax.Params, place: int, key: int) -> optax.Updates:
                 part = jax.tree.map(lambda x: x[place], pair)
                 used = None if keys is None else keys[key]
                 return jax.grad(lambda x: loss(x, aux, used, part)[0])(at)
@@ -165,7 +164,9 @@ class Centered(NamedTuple):
         return self._replace(noise=self.noise + jnp.sum(found, axis=0))
 
 
-def start(params: Tree, num_stored: int | None, mesh: Mesh | None, specs: Tree) -> Centered | None:
+def start(
+    params: optax.Params, num_stored: int | None, mesh: Mesh | None, specs: object
+) -> Centered | None:
     """Return what the carry has before the first centre; None without a control variate.
 
     The `params` `[chain, ...]` are on their devices.
@@ -185,7 +186,7 @@ def start(params: Tree, num_stored: int | None, mesh: Mesh | None, specs: Tree) 
 
 
 def num_stored(
-    all_data: object, batches: object, params: Tree, specs: Tree, is_stochastic: bool
+    all_data: object, batches: object, params: optax.Params, specs: object, is_stochastic: bool
 ) -> int | None:
     """Return of how many batches gradients like `params` `[chain, ...]` are stored, if they fit.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ import optax
 from jax.sharding import Mesh
 
 from optax_smile import _check, _noise, _on_host, _settings, parallel
-from optax_smile._types import Batch, Output, Tree
 from optax_smile.chains import _centers
 from optax_smile.diagnostics.findings import Check
 from optax_smile.mistakes.gradients import (
@@ -46,7 +45,7 @@ class Chain(NamedTuple):
 
     params: optax.Params
     state: optax.OptState
-    aux: Tree
+    aux: object
     key: jax.Array | None
     loss: jax.Array
     start_loss: jax.Array
@@ -59,16 +58,16 @@ class Chains:
 
     def __init__(
         self,
-        loss_fn: Callable[..., Output],
+        loss_fn: Callable[..., object],
         params: optax.Params,
         sampler: optax.GradientTransformationExtraArgs,
         *,
         key: jax.Array,
-        aux: Tree = None,
+        aux: object = None,
         stochastic: bool = False,
         per_chain: bool = False,
         mesh: Mesh | None = None,
-        specs: Tree = None,
+        specs: object = None,
         hint: str = "",
         num_stored: int | None = None,
     ):
@@ -98,7 +97,7 @@ class Chains:
         self.sampler, self.settings = sampler, _settings.of(sampler, self.like.params)
         self.tree = chains
 
-        def program(function: Callable[[Chain, Batch], Chain]) -> Callable[[Chain, Batch], Chain]:
+        def program(function: Callable[[Chain, object], Chain]) -> Callable[[Chain, object], Chain]:
             return parallel.step(function, chains, mesh=mesh, per_chain=per_chain)
 
         # Without and, if there are centres, with a control variate.
@@ -116,7 +115,7 @@ class Chains:
         self.losses = Losses(loss, self.like, *given)
         self._draw = _compiled(_draw_of_chain, mesh)
 
-    def misfit(self, batch: Batch) -> str:
+    def misfit(self, batch: object) -> str:
         """Say why the loss does not take a batch; "" if it does."""
         try:
             self.losses.check(self.tree, batch)
@@ -124,7 +123,7 @@ class Chains:
             return f"does not fit `loss_fn`: {error.got}"
         return ""
 
-    def advance(self, batches: list[Batch], places: Sequence[int] = ()):
+    def advance(self, batches: list[object], places: Sequence[int] = ()):
         """Make an update with each batch; those of several steps in one call if shapes agree.
 
         The `places` are those in the list of which gradients are stored.
@@ -145,23 +144,23 @@ class Chains:
         """Put the centres of the control variates where the chains are."""
         self._carry = self._move(self._carry, ())
 
-    def gather(self, batch: Batch, place: int):
+    def gather(self, batch: object, place: int):
         """Add a batch to what the centres know of all data."""
         self._carry = self._gather(self._carry, self.losses.put(self._at(batch, place)))
 
-    def _at(self, batch: Batch, place: int) -> Batch:
+    def _at(self, batch: object, place: int) -> object:
         """Add the place of a batch if gradients are stored."""
         if self.like.centered.stored is None:
             return batch
         return np.full((self.number,) * self.per_chain, place, np.int32), batch
 
-    def noise_left(self, batches: Sequence[Batch]) -> np.ndarray:
+    def noise_left(self, batches: Sequence[object]) -> np.ndarray:
         """Measure which share of the noise the control variates leave, `[chain]`."""
         for batch in batches:
             self._carry = self._measure(self._carry, self.losses.put(batch))
         return self._everywhere(lambda x: x.noise[:, 1] / x.noise[:, 0])
 
-    def ratio_of_halves(self, batch: Batch) -> float:
+    def ratio_of_halves(self, batch: object) -> float:
         """Return the sum of the losses of two halves over that of a batch; 2 if it is unknown."""
         found = check_mean(self.losses, self.tree, batch)
         return found.value[0] if isinstance(found, Check) else 2.0
@@ -170,7 +169,7 @@ class Chains:
         """Return what tells whether batches and centres have the same data, `[chain, ...]`."""
         return self._everywhere(lambda x: (x.excess, x.center.loss))
 
-    def _everywhere(self, read: Callable[[_centers.Centered], Tree]) -> Tree:
+    def _everywhere(self, read: Callable[[_centers.Centered], object]) -> Any:
         """Return numbers of the control variates of all chains."""
         assert self._carry.centered is not None
         return _on_host.everywhere(read(self._carry.centered))
@@ -196,12 +195,12 @@ class Chains:
         counts = self._record(self._carry)[0]["num_gradients"]
         return int(np.max(_on_host.everywhere(counts)))
 
-    def draw(self) -> Tree:
+    def draw(self) -> Any:
         """Return the last accepted step ends, `[chain, ...]`."""
         return self._draw(self._carry)
 
 
-def _stack(batches: Sequence[Batch], axis: int) -> Batch | None:
+def _stack(batches: Sequence[object], axis: int) -> object | None:
     """Stack batches along a new axis; None if their shapes differ."""
 
     def join(*leaves):
@@ -220,10 +219,10 @@ def _compiled(function: Callable, mesh: Mesh | None) -> Callable:
     return jax.jit(parallel.over_chains(function, mesh=mesh), out_shardings=own)
 
 
-def _in_turn(one_call: Callable[[Chain, Batch], Chain]) -> Callable[[Chain, Batch], Chain]:
+def _in_turn(one_call: Callable[[Chain, object], Chain]) -> Callable[[Chain, object], Chain]:
     """Make a call with each of several batches."""
 
-    def many(chain: Chain, batches: Batch) -> Chain:
+    def many(chain: Chain, batches: object) -> Chain:
         return jax.lax.scan(lambda x, batch: (one_call(x, batch), None), chain, batches)[0]
 
     return many
@@ -233,10 +232,10 @@ def _call_of_chain(
     loss: FullLoss,
     sampler: optax.GradientTransformationExtraArgs,
     is_reduced: bool = False,
-) -> Callable[[Chain, Batch], Chain]:
+) -> Callable[[Chain, object], Chain]:
     """Make one gradient and one update of a chain; a rejected step leaves `aux` unchanged."""
 
-    def one_call(chain: Chain, batch: Batch) -> Chain:
+    def one_call(chain: Chain, batch: object) -> Chain:
         key, used = _noise.split(chain.key)
         centered = chain.centered if is_reduced else None
         of_batch = loss if centered is None else centered.reduced(loss)
@@ -251,7 +250,7 @@ def _call_of_chain(
             return of_batch(params, chain.aux, used, batch)[0]
 
         aux, are_lost = keep_finite(aux, chain.aux, value)
-        given: dict[str, Tree] = {"value": value, "value_fn": value_fn}
+        given: dict[str, Any] = {"value": value, "value_fn": value_fn}
         if are_lost is not None:
             given["reject"] = jnp.any(are_lost)
         updates, state = sampler.update(grads, chain.state, chain.params, **given)
@@ -275,19 +274,19 @@ def _call_of_chain(
     return one_call
 
 
-def _move_center(chain: Chain, _: Batch) -> Chain:
+def _move_center(chain: Chain, _: object) -> Chain:
     assert chain.centered is not None
     return chain._replace(centered=chain.centered.moved(last_accepted(chain.state, chain.params)))
 
 
-def _gather(loss: FullLoss, number: float, chain: Chain, batch: Batch) -> Chain:
+def _gather(loss: FullLoss, number: float, chain: Chain, batch: object) -> Chain:
     assert chain.centered is not None
     key, used = _noise.split(chain.key)
     centered = chain.centered.gathered(loss, chain.aux, used, batch, number)
     return chain._replace(key=key, centered=centered)
 
 
-def _measure(loss: FullLoss, number: float, chain: Chain, batch: Batch) -> Chain:
+def _measure(loss: FullLoss, number: float, chain: Chain, batch: object) -> Chain:
     assert chain.centered is not None
     key, used = _noise.split(chain.key)
     point = last_accepted(chain.state, chain.params)
@@ -301,7 +300,7 @@ def _record_of_chain(chain: Chain) -> tuple[dict[str, jax.Array], Gradients]:
     return stats(chain.state)._asdict() | losses | of_center, chain.gradients
 
 
-def _draw_of_chain(chain: Chain) -> Tree:
+def _draw_of_chain(chain: Chain) -> optax.Params:
     """Copy the last accepted step end."""
     draw = last_accepted(chain.state, chain.params)
     if chain.aux is not None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from optax_smile import _check, _disk, _on_host, _paths
 from optax_smile._disk import Json
-from optax_smile._types import Options, Tree
+from optax_smile._types import Options
 from optax_smile._version import __version__
 from optax_smile._warn import warn
 from optax_smile.draws import _format
@@ -39,17 +40,17 @@ _reading = partial(
 class MemoryRun:
     """Keeps the draws of a run in host memory, from a `start` `[chain, ...]` on the host."""
 
-    def __init__(self, start: Tree, settings: Options | None):
+    def __init__(self, start: object, settings: Options | None):
         self.start, self.settings = start, settings
         self.begun: Json | None = None
-        self.draws: list[Tree] = []
+        self.draws: list[Any] = []
         self.trace: list[Mapping[str, np.ndarray]] = []
 
     def begin(self, num_warmup: int, thin: int):
         """Keep at which steps the draws are."""
         self.begun = {"num_warmup": num_warmup, "thin": thin}
 
-    def put(self, number: int, step: int, stats: Mapping[str, np.ndarray], draw: Tree | None):
+    def put(self, number: int, step: int, stats: Mapping[str, np.ndarray], draw: object | None):
         """Keep the statistics of a tick and, if it is not None, the draw."""
         self.trace.append(stats)
         if draw is not None:
@@ -81,7 +82,7 @@ class Checkpoints:
         """Return whether it is time for a checkpoint."""
         return time.monotonic() - self.saved_at >= 60 * self.minutes
 
-    def save(self, number: int, carry: Tree, place: Json):
+    def save(self, number: int, carry: object, place: Json):
         """Write arrays and JSON, unless there is a checkpoint of this number > 0."""
         if number == 0 or self.newest() != number:
             arrays: dict[str, np.ndarray] = {}
@@ -127,7 +128,7 @@ class Checkpoints:
             _check.fail("directory", rule, got, "Choose another.")
         return header["place"]
 
-    def restore(self, like: Tree) -> tuple[Tree, Json] | None:
+    def restore(self, like: object) -> tuple[Any, Json] | None:
         """Read the newest checkpoint with the shapes and shardings of `like`; None without one."""
         if (place := self.place()) is None:
             return None
@@ -169,7 +170,7 @@ class DirectoryRun(Checkpoints):
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        start: Tree,
+        start: object,
         settings: Options,
         dtype: str | None,
         minutes: float,
@@ -231,16 +232,16 @@ class DirectoryRun(Checkpoints):
         self.manifest["settings"] |= {"num_warmup": num_warmup, "thin": thin}
         _format.write_manifest(self.directory, self.manifest)
 
-    def put(self, number: int, step: int, stats: Mapping[str, np.ndarray], draw: Tree | None):
+    def put(self, number: int, step: int, stats: Mapping[str, np.ndarray], draw: object | None):
         """Pass a draw and its statistics to the thread that writes."""
         if draw is not None:
             self.files.put(number, step, draw, stats)
 
-    def restore(self, like: Tree) -> tuple[Tree, Json] | None:
+    def restore(self, like: object) -> tuple[Any, Json] | None:
         """Read the checkpoint of a run that is resumed, or return None."""
         return super().restore(like) if self.is_resumed else None
 
-    def checkpoint(self, carry: Tree, place: Json):
+    def checkpoint(self, carry: object, place: Json):
         """Write a checkpoint, after the draws before it; `place` has `num_gradients`."""
         self.files.flush()
         if wide := sorted(self.files.wide - self.warned):
@@ -274,7 +275,7 @@ def stopped(signal: str, made: str, directory: object) -> str:
     return f"`{_check.function_name()}` was stopped by {signal} after {made}. {how}"
 
 
-def named(tree: Tree) -> dict[str, jax.Array]:
+def named(tree: object) -> dict[str, jax.Array]:
     """Name the leaves of a tree, keys as integers."""
 
     def raw(leaf):

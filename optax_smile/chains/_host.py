@@ -6,13 +6,12 @@ import itertools
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from optax_smile import _check, _on_host
-from optax_smile._types import Batch, Tree
 
 
 def any_process(*flags: bool) -> list[bool]:
@@ -39,7 +38,7 @@ class Position(NamedTuple):
 
     passes: int  # Complete passes before.
     taken: int  # Batches taken from the current pass.
-    state: Tree = None  # What `get_state` of the iterator returned, such as one of Grain.
+    state: Any = None  # What `get_state` of the iterator returned, such as one of Grain.
     is_bytes: bool = False  # Whether `state` is bytes in base 64.
 
 
@@ -51,17 +50,17 @@ class Stream:
     every second pass over an even number of batches begins with the second, ends with the first.
     """
 
-    def __init__(self, batches: Iterable[Batch], alternates: bool = False):
+    def __init__(self, batches: Iterable[object], alternates: bool = False):
         self.batches, self.iterator, self.defect = batches, iter(batches), ""
         self.passes = self.taken = 0
         self.alternates, self.is_rotated = alternates, False
         # Other than those of a list, batches may lie in memory that is used again.
         self.copies = not isinstance(batches, (list, tuple))
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[object]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> object:
         try:
             batch = self._read()
         except StopIteration:
@@ -73,14 +72,14 @@ class Stream:
         self.taken += 1
         return batch
 
-    def _read(self) -> Batch:
+    def _read(self) -> object:
         batch = next(self.iterator)
         # `mistakes.batches.defect` says why a batch cannot be converted.
         with contextlib.suppress(_check.ArgumentError):
             batch = _on_host.as_numeric("batches", batch, copy=self.copies)
         return batch
 
-    def _restart(self, iterator: Iterator[Batch], passes: int, length: int):
+    def _restart(self, iterator: Iterator[object], passes: int, length: int):
         """Begin a pass after one of some length; one that has a state is never rotated."""
         rotates = self.alternates and length % 2 == 0 and not self.is_rotated
         self.is_rotated = rotates and not hasattr(iterator, "set_state")

@@ -1,6 +1,6 @@
 """An Optax optimizer in place of a sampler: its iterates are the draws."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,6 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _on_host, _settings, _table, _tree
-from optax_smile._types import Tree
 from optax_smile._warn import warn
 from optax_smile.state import STATE_FORMAT, Stats, samplers
 
@@ -28,7 +27,7 @@ class OptimizerState(NamedTuple):
         own = {"accepted": self.accepted, "num_nonfinite": self.num_nonfinite}
         return Stats.of(self.num_gradients, energy_level=jnp.ones_like(self.num_gradients), **own)
 
-    def last_accepted(self, params: optax.Params) -> Tree:
+    def last_accepted(self, params: optax.Params) -> Any:
         """Return the iterate itself."""
         return params
 
@@ -57,7 +56,7 @@ def as_sampler(
             state_format=jnp.asarray(STATE_FORMAT, jnp.int32),
         )
 
-    def update(updates, state, params: Tree = None, **given):
+    def update(updates, state, params: Any = None, **given):
         given["grad"], reject = updates, given.pop("reject", False)
         moves, inner = optimizer.update(updates, state.optimizer, params, **given)
         is_finite = _tree.all_finite(optax.apply_updates(params, moves))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from optax_smile import _check, _on_host
-from optax_smile._types import Batch, Tree, Unchecked
 from optax_smile._warn import warn
 from optax_smile.chains._centers import Plan
 from optax_smile.chains._chains import Chains
@@ -53,8 +53,8 @@ class Centers:
     and tries again after twice as many steps.
     """
 
-    all_data: Iterable[Batch]
-    number: Unchecked
+    all_data: Iterable[object]
+    number: Any
     per_chain: bool
     sums: np.ndarray | None = None
     has_warned: bool = False
@@ -67,7 +67,7 @@ class Centers:
         for _ in self.sized() if self.is_list else ():
             pass
 
-    def look(self, chains: Chains, step: int, batches: Sequence[Batch], batches_per_step: int):
+    def look(self, chains: Chains, step: int, batches: Sequence[object], batches_per_step: int):
         """Renew the centres before a step if it is time; the `batches` are the next ones."""
         plan = chains.plan
         if step < plan.due:
@@ -122,7 +122,7 @@ class Centers:
         pause = {"is_on": False, "is_placed": False, "interval": plan.length, "due": 2 * step}
         return plan._replace(**pause)
 
-    def sized(self) -> Iterator[tuple[int, Batch]]:
+    def sized(self) -> Iterator[tuple[int, object]]:
         """Yield all data with their places, and require that they are."""
         rows = 0
         for place, batch in enumerate(self.all_data):
@@ -167,7 +167,7 @@ class Centers:
             _check.fail("control_variate", rule, got, PASS)
 
 
-def _moments(array: Tree) -> tuple[float, float]:
+def _moments(array: object) -> tuple[float, float]:
     """Return the sum of an array, and that of its absolute values."""
     array = np.asarray(array, float)
     return float(array.sum()), float(np.abs(array).sum())

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _on_host, _settings, _table, mistakes
-from optax_smile._types import Batch, Options, Output, Tree
+from optax_smile._types import Options
 from optax_smile.chains._chains import Chains
 from optax_smile.diagnostics.findings import Check
 from optax_smile.mistakes.batches import USABLE, advice_on_axes, advice_on_single
@@ -81,13 +82,13 @@ class _Batches(_check.Constraint):
     aux=_check.Tree() | None,
 )
 def check(
-    loss_fn: Callable[..., Output],
+    loss_fn: Callable[..., object],
     params: optax.Params,
-    batch: Batch,
+    batch: Any,
     sampler: optax.GradientTransformation,
     *,
-    state: Tree = None,
-    aux: Tree = None,
+    state: object = None,
+    aux: object = None,
     stochastic: bool = False,
 ) -> CheckReport:
     """Test the parts of your own training loop for mistakes that make draws wrong.
@@ -152,12 +153,12 @@ def check(
 
 
 def _of_chains(
-    loss_fn: Callable[..., Output],
+    loss_fn: Callable[..., object],
     params: optax.Params,
-    batches: list[Batch],
+    batches: list[object],
     is_whole: bool,
     sampler: optax.GradientTransformation,
-    state: Tree,
+    state: Any,
     others: Options,
 ) -> Iterator[Check]:
     """Make the tests that need losses and updates; `state` is that of the loop."""

@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.experimental import io_callback
 from jax.sharding import AxisType
 
 from optax_smile import _check, _paths, _settings, state
-from optax_smile._types import Options, Tree
+from optax_smile._types import Options
 from optax_smile._warn import warn
 from optax_smile.chains import _directory
 from optax_smile.draws import _format
@@ -178,16 +178,16 @@ class _Recorder:
         self.leaves, self.sampled = list[str](), list[str]()  # Of the gradients; those that move.
         self.driven, self.num_seen = set[str](), 0  # Those with a gradient, in so many draws.
         self.locked: contextlib.ExitStack | None = None
-        self.starts: dict[int, Tree] = {}  # Parameters in each call of `init`.
+        self.starts: dict[int, Any] = {}  # Parameters in each call of `init`.
         self.number = 0  # Of the call that the draws are of.
-        self.draws: dict[int, Tree] = {}  # Draws by their step, or in a directory their files.
+        self.draws: dict[int, Any] = {}  # Draws by their step, or in a directory their files.
         self.kept: _directory.DirectoryRun | None = None
         self.begin, self.send = _for_all_chains(self._begin), _for_all_chains(self._send)
 
-    def _begin(self, params: Tree) -> jax.Array:
+    def _begin(self, params: optax.Params) -> jax.Array:
         chains = jax.tree.leaves(params)[0].shape[:1]
 
-        def begin(params: Tree) -> np.ndarray:
+        def begin(params: optax.Params) -> np.ndarray:
             with self.threads:
                 number = max(self.number, *self.starts, 0) + 1
                 self.starts[number] = jax.tree.map(np.array, params)
@@ -195,7 +195,7 @@ class _Recorder:
 
         return io_callback(begin, jax.ShapeDtypeStruct(chains, jnp.int32), params)
 
-    def _send(self, after: RecordedState, params: Tree, driven: Tree) -> jax.Array:
+    def _send(self, after: RecordedState, params: optax.Params, driven: object) -> jax.Array:
         """Send the draws of all chains to the host if this call ends a tick.
 
         It returns the number of the fit: before JAX 0.8 a call without a result is left out.
@@ -218,7 +218,7 @@ class _Recorder:
 
     # Another thread knows of no call.
     @_check.called("recorded")
-    def _receive(self, *sent: Tree):
+    def _receive(self, *sent: object):
         with self.threads:
             try:
                 if self.failure is None:
@@ -228,7 +228,7 @@ class _Recorder:
                 self._unlock()
                 raise
 
-    def _keep(self, is_tick: np.ndarray, fits: np.ndarray, stats: Tree, params: Tree, driven: Tree):
+    def _keep(self, is_tick: np.ndarray, fits: np.ndarray, stats: Any, params: Any, driven: Any):
         """Keep a draw of all chains; on disk it is before the loop can write a checkpoint."""
         step, num_chains, own = int(stats["step"][0]), len(fits), int(fits[0])
         if np.any(fits != own) or np.any(stats["step"] != step) or own < self.number:
@@ -260,7 +260,7 @@ class _Recorder:
             got = f"{got} with other draws, up to step {last}, at step {step}"
             _check.fail(argument, rule, got, REPEAT)
 
-    def _open(self, directory: Path, params: Tree) -> _directory.DirectoryRun:
+    def _open(self, directory: Path, params: optax.Params) -> _directory.DirectoryRun:
         """Begin the directory, or require that it is of this sampler and model."""
         closing = self.lock(directory)
         if self.kept is None:
@@ -271,7 +271,7 @@ class _Recorder:
             self.draws = {_format.read_header(blocks[0])["step"]: blocks for blocks in stored}
         return self.kept
 
-    def _start(self, draw: Tree) -> Tree:
+    def _start(self, draw: object) -> Any:
         """Return the start of all chains; a draw, if `init` was called in another process."""
         start = self.starts.get(self.number, draw)
         return jax.tree.map(lambda x, y: np.broadcast_to(x, y.shape), start, draw)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh
 
 from optax_smile import _check, _on_host, _settings, _table, mistakes, parallel
-from optax_smile._types import Batch, Options, Output, Tree
+from optax_smile._types import Options
 from optax_smile._warn import warn
 from optax_smile.chains import _centers, _directory, _host, _optimizer, _renewal
 from optax_smile.chains._chains import Chains
@@ -84,7 +84,7 @@ class Run:
     _stats: Mapping[str, np.ndarray] | None = None
     # Number of draws of the newest loop over `draws`, and its last step.
     _asked = 0, 0
-    _draw: Tree = None  # The draw at which the loop pauses.
+    _draw: Any = None  # The draw at which the loop pauses.
     _signal: Callable[[], str | None] | None = None
     _interrupted: str | None = None  # The signal that ended the last call.
     _refusal = ""  # Why the run cannot go on.
@@ -108,20 +108,20 @@ class Run:
     @_method
     def __init__(
         self,
-        loss_fn: Callable[..., Output],
+        loss_fn: Callable[..., object],
         params: optax.Params,
-        batches: Iterable[Batch],
+        batches: Iterable[object],
         sampler: optax.GradientTransformation,
         *,
         key: jax.Array | int,
-        aux: Tree = None,
+        aux: object = None,
         stochastic: bool = False,
         per_chain: bool = False,
         batch_per: BatchPer = "gradient",
-        control_variate: Iterable[Batch] | None = None,
+        control_variate: Iterable[object] | None = None,
         steps_per_dispatch: int = 1,
         mesh: Mesh | None = None,
-        specs: Tree = None,
+        specs: object = None,
         directory: str | os.PathLike[str] | None = None,
         check: bool = True,
         checkpoint_minutes: float = 5.0,
@@ -224,7 +224,7 @@ class Run:
         return {name: np.array(x) for name, x in self._stats.items()}
 
     @_method
-    def last_accepted(self) -> Tree:
+    def last_accepted(self) -> Any:
         """Copy the current point of all chains to the host, arrays `[chain, ...]`.
 
         With `aux` it is `{"params": ..., "aux": ...}`. Each of several processes gets its chains.
@@ -257,7 +257,7 @@ class Run:
 
     @_method
     @_check.arguments("Run.draws", num_draws=_check.Whole(1), thin=_check.Whole(1))
-    def draws(self, num_draws: int, *, thin: int = 1) -> Iterator[Tree]:
+    def draws(self, num_draws: int, *, thin: int = 1) -> Iterator[Any]:
         """Iterate over the draws that are to be made, and keep each of them.
 
         The first call fixes where they lie: `thin` steps apart, after the steps made before. The
@@ -427,11 +427,11 @@ class Run:
             self.checkpoint()
         return is_there
 
-    def _dispatches(self, end: int) -> Iterator[tuple[list[Batch], list[int], _host.Position]]:
+    def _dispatches(self, end: int) -> Iterator[tuple[list[object], list[int], _host.Position]]:
         """Yield batches of some steps, one for each gradient, their places, and the position."""
         repeats, position = self._per_step // self._batches_per_step, self._position
         while self.num_steps < end:
-            taken, places = list[Batch](), list[int]()
+            taken, places = list[object](), list[int]()
             most = min(self._steps_per_dispatch, self._chains.plan.interval or end)
             for _ in range(min(most, end - self.num_steps)):
                 of_step = [
@@ -449,7 +449,7 @@ class Run:
                 self._check_start(taken[0])
             yield taken, places, position
 
-    def _check_start(self, batch: Batch):
+    def _check_start(self, batch: object):
         """Require a sound start, and warn of mistakes."""
         losses, chains = self._chains.losses, self._chains.tree
         mistakes.start.require(losses, chains, batch)
@@ -522,7 +522,7 @@ class Run:
         _check.fail("batches", rule, f"{self._stream.taken or 'no'} batches", advice)
 
 
-def _usable(stream: _host.Stream, chains: Chains, warns: bool) -> Iterator[Batch]:
+def _usable(stream: _host.Stream, chains: Chains, warns: bool) -> Iterator[object]:
     """Yield batches up to one with a `stream.defect`, and warn once of one of another size."""
     structure, first, known = None, None, set()
     for batch in stream:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from optax_smile import _check
 from optax_smile._bar import Bar
-from optax_smile._types import Batch, Options, Output, Tree
+from optax_smile._types import Options
 from optax_smile._warn import warn
 from optax_smile.chains.run import EXIT, BatchPer, Interrupted, Run
 from optax_smile.draws._format import StoredDtype
@@ -21,23 +21,23 @@ from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 @_check.arguments(num_warmup=_check.Whole(0), num_draws=_check.Whole(1), thin=_check.Whole(1))
 def sample(
-    loss_fn: Callable[..., Output],
+    loss_fn: Callable[..., object],
     params: optax.Params,
-    batches: Iterable[Batch],
+    batches: Iterable[object],
     sampler: optax.GradientTransformation,
     *,
     num_warmup: int,
     num_draws: int,
     thin: int = 1,
     key: jax.Array | int,
-    aux: Tree = None,
+    aux: object = None,
     stochastic: bool = False,
     per_chain: bool = False,
     batch_per: BatchPer = "gradient",
-    control_variate: Iterable[Batch] | None = None,
+    control_variate: Iterable[object] | None = None,
     steps_per_dispatch: int = 1,
     mesh: Mesh | None = None,
-    specs: Tree = None,
+    specs: object = None,
     directory: str | os.PathLike[str] | None = None,
     check: bool = True,
     checkpoint_minutes: float = 5.0,

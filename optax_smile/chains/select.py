@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from optax_smile import _check, _disk, _on_host, _paths, _settings
 from optax_smile._bar import Bar
 from optax_smile._table import aligned
-from optax_smile._types import Batch, Options, Output, Tree, Unchecked, by_identity
+from optax_smile._types import Options, by_identity
 from optax_smile._warn import warn
 from optax_smile.chains import _optimizer, _renewal
 from optax_smile.chains.run import EXIT, Interrupted, Run
@@ -144,10 +144,10 @@ class _Candidates(_check.Constraint):
 def select(
     loss_fn: Callable[..., jax.Array],
     params: optax.Params,
-    batches: Iterable[Batch],
+    batches: Iterable[object],
     candidates: Mapping[str, optax.GradientTransformation],
-    apply_fn: Callable[[Tree, Batch], Output],
-    validation: tuple[Batch, Batch],
+    apply_fn: Callable[[Any, Any], object],
+    validation: Sequence[object],
     *,
     likelihood: str | Likelihood,
     num_warmup: int,
@@ -158,10 +158,10 @@ def select(
     largest_cost: float = 1 / 3,
     stochastic: bool = False,
     per_chain: bool = False,
-    control_variate: Iterable[Batch] | None = None,
+    control_variate: Iterable[object] | None = None,
     steps_per_dispatch: int = 1,
     mesh: Mesh | None = None,
-    specs: Tree = None,
+    specs: object = None,
     directory: str | os.PathLike[str] | None = None,
     check: bool = True,
     progress: bool = True,
@@ -464,7 +464,7 @@ class _Runs(contextlib.AbstractContextManager):
         for name in self.live.keys() - names:
             self.live.pop(name).close()
 
-    def __exit__(self, *error: Unchecked):
+    def __exit__(self, *error: Any):
         while self.live:
             self.live.popitem()[1].__exit__(*error)
 
@@ -526,7 +526,7 @@ class _Tally:
         )
         return now > before
 
-    def add(self, step: int, points: Tree, predictor: Predictor):
+    def add(self, step: int, points: object, predictor: Predictor):
         """Add densities of draws, arrays `[chain, ...]`.
 
         They are NaN for padding, and everywhere if predictions are not finite.
@@ -586,7 +586,7 @@ def _result(rounds: _Rounds, runs: _Runs) -> Selection:
     )
 
 
-def _lppd(predictor: Predictor, snapshots: Iterable[Tree]) -> float:
+def _lppd(predictor: Predictor, snapshots: Iterable[optax.Params]) -> float:
     """Compute the LPPD of the average of snapshots."""
     predictor.restart()
     for params in snapshots:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from optax_smile import _check, _check_trees, _noise, _on_host, _settings, _tree, parallel
 from optax_smile._bar import Bar
-from optax_smile._types import Batch, Options, Output, Tree
+from optax_smile._types import Options, T
 from optax_smile._warn import warn
 from optax_smile.chains import _directory, _host
 from optax_smile.mistakes.batches import advice_on_single, is_finite
@@ -40,16 +40,16 @@ class Members(NamedTuple):
 
     params: optax.Params  # Parameters after the last step.
     state: optax.OptState  # State of the optimizer.
-    aux: Tree  # Auxiliary state of the model, or None.
+    aux: object  # Auxiliary state of the model, or None.
     key: jax.Array | None  # Key of a stochastic loss.
     loss: jax.Array  # Loss of the last batch.
-    best: Tree  # Parameters and auxiliary state with the smallest validation loss so far.
+    best: Any  # Parameters and auxiliary state with the smallest validation loss so far.
     best_loss: jax.Array  # This loss.
     stale: jax.Array  # Epochs since then, int32.
     num_lost: jax.Array | None  # Steps that made an array of `aux` non-finite, `[member, array]`.
 
 
-Step: TypeAlias = Callable[[Members, Batch], Members]
+Step: TypeAlias = Callable[[Members, object], Members]
 
 
 @_check.arguments(
@@ -69,26 +69,26 @@ Step: TypeAlias = Callable[[Members, Batch], Members]
 )
 @_check.on_host
 def warmstart(
-    loss_fn: Callable[..., Output],
+    loss_fn: Callable[..., object],
     init_fn: Callable[[jax.Array], optax.Params],
-    batches: Iterable[Batch],
+    batches: Iterable[object],
     optimizer: optax.GradientTransformation,
     *,
     num_members: int,
     key: jax.Array | int,
     num_epochs: int = 100,
     steps_per_epoch: int | None = None,
-    validation: Batch = None,
+    validation: object = None,
     patience: int = 10,
-    aux: Tree = None,
+    aux: object = None,
     stochastic: bool = False,
     mesh: Mesh | None = None,
-    specs: Tree = None,
+    specs: object = None,
     directory: str | os.PathLike[str] | None = None,
     check: bool = True,
     checkpoint_minutes: float = 5.0,
     progress: bool = True,
-) -> Tree:
+) -> Any:
     """Train the members of a deep ensemble in parallel, each with its own early stopping.
 
     Args:
@@ -198,7 +198,7 @@ def _check_start(members: Members, optimizer: optax.GradientTransformationExtraA
             warn(f"`warmstart`: `init_fn` returned {what}")
 
 
-def _best(members: Members) -> Tree:
+def _best(members: Members) -> Any:
     """Return the best weights; each member must have had a finite loss."""
     lost = np.flatnonzero(~np.isfinite(_on_host.local(members.best_loss))).tolist()
     if lost:
@@ -218,9 +218,9 @@ class _Training:
     members: Members
     loss: FullLoss
     optimizer: optax.GradientTransformationExtraArgs
-    batches: Iterable[Batch]
+    batches: Iterable[object]
     steps_per_epoch: int | None
-    validation: Batch
+    validation: object
     num_epochs: int
     patience: int
     check: bool
@@ -256,7 +256,7 @@ class _Training:
         runs = bool(np.any(_on_host.local(self.members.stale) < self.patience))
         return not any(_host.any_process(runs))
 
-    def _take(self, number: int) -> Iterable[Batch]:
+    def _take(self, number: int) -> Iterable[object]:
         """Return the batches of a number of epochs."""
         if self.stream is None:
             return chain.from_iterable(self.batches for _ in range(number))
@@ -305,7 +305,7 @@ class _Training:
         if self.checkpoints is not None:
             self.checkpoints.save(self.epoch, self.members, {"epoch": self.epoch, "run": self.same})
 
-    def _check_losses(self, batch: Batch):
+    def _check_losses(self, batch: object):
         """Check the losses of the first batch and of the validation."""
         self.losses.check(self.members, batch)
         if self.check and self.members.key is None:
@@ -326,9 +326,9 @@ def _begin(
     num_members: int,
     key: jax.Array,
     stochastic: bool,
-    aux: Tree,
+    aux: object,
     mesh: Mesh | None,
-    specs: Tree,
+    specs: object,
 ) -> Members:
     """Make the members before the first step, each on its row of devices."""
     key, loss_key = parallel._loss_keys(key, stochastic, num_members, mesh=mesh)
@@ -348,7 +348,7 @@ def _begin(
     params = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)(keys)
     unknown, arrays = np.full(num_members, np.inf, _tree.dtype(params)), len(jax.tree.leaves(aux))
 
-    def copy(tree: Tree) -> Tree:
+    def copy(tree: object) -> Any:
         return None if tree is None else parallel.place(tree, mesh=mesh)
 
     return Members(
@@ -372,7 +372,7 @@ def _steps(
 ) -> tuple[Step, Step]:
     """Return the training step of one member, and its validation step after an epoch."""
 
-    def train(member: Members, batch: Batch) -> Members:
+    def train(member: Members, batch: object) -> Members:
         key, used = _noise.split(member.key)
         value_and_grad = jax.value_and_grad(loss, has_aux=True)
         (value, aux), grads = value_and_grad(member.params, member.aux, used, batch)
@@ -384,7 +384,7 @@ def _steps(
         member = member._replace(params=params, state=state, aux=aux, num_lost=lost)
         return member._replace(key=key, loss=value)
 
-    def judge(member: Members, batch: Batch) -> Members:
+    def judge(member: Members, batch: object) -> Members:
         value = member.loss
         if not keeps_last:
             # With another one, unchanged weights would have another loss.
@@ -412,12 +412,12 @@ WEIGHTS = _check.kind((list, tuple), "a list of at least one parameter tree")
     key=_check.Key(),
 )
 def chains_from_weights(
-    weights: Sequence[optax.Params],
+    weights: Sequence[T],
     *,
     num_chains: int | None = None,
     jitter: float | None = None,
     key: jax.Array | int | None = None,
-) -> Tree:
+) -> T:
     """Start chains from trained weights, such as checkpoints.
 
     Args:

@@ -15,7 +15,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_random_state, multiclass, validation
 
 from optax_smile import _check
-from optax_smile._types import Batch, Options, Output, Tree
+from optax_smile._types import Options
 from optax_smile.chains.sample import sample
 from optax_smile.chains.warmstart import warmstart
 from optax_smile.draws.likelihoods import NAMED, Name
@@ -100,7 +100,7 @@ class _Bayesian(BaseEstimator):
     _code: ClassVar[Callable[..., np.ndarray]]
 
     @_check.called("prediction")
-    def prediction(self, X: Batch, y: Batch = None) -> Prediction:
+    def prediction(self, X: Any, y: Any = None) -> Prediction:
         """Average over the draws: a `Prediction`, with log densities if `y` is given."""
         validation.check_is_fitted(self)
         X = validation.validate_data(self, X, reset=False)
@@ -109,10 +109,17 @@ class _Bayesian(BaseEstimator):
         found = predict(self._outputs, self.draws_, x, likelihood=self._likelihood, targets=y)
         return found._replace(mean=np.asarray(found.mean, float))
 
-    def _outputs(self, params: Tree, x: jax.Array) -> Output:
+    def _outputs(self, params: Any, x: jax.Array) -> Any:
         return self.apply(params["network"], x)
 
-    def _fit(self, x: Batch, y: Batch, weight: Batch, num_outputs: int, **others: jax.Array):
+    def _fit(
+        self,
+        x: np.ndarray,
+        y: np.ndarray,
+        weight: np.ndarray,
+        num_outputs: int,
+        **others: jax.Array,
+    ):
         _check.Function("(num_data=, prior_precision=, key=)")("sampler", self.sampler)
         x = np.asarray(x, float)
         self.scaler_ = _scaler(x, weight)
@@ -169,7 +176,7 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
     """
 
     @_check.called("fit")
-    def fit(self, X: Batch, y: Batch, sample_weight: ArrayLike | None = None):
+    def fit(self, X: Any, y: Any, sample_weight: ArrayLike | None = None):
         """Train and sample with features `X` `[input, feature]` and labels `y` `[input]`.
 
         A row of `sample_weight` 3 counts as three rows. None: all count as one.
@@ -182,17 +189,17 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
             _check.fail("y", "labels of at least two classes", repr(self.classes_[0]))
         return self._fit(X, y, weight, len(self.classes_))
 
-    def predict_proba(self, X: Batch) -> np.ndarray:
+    def predict_proba(self, X: Any) -> np.ndarray:
         """Predict the probabilities of `classes_`, `[input, class]`."""
         mean = self.prediction(X).mean
         return mean / mean.sum(axis=1, keepdims=True)
 
-    def predict(self, X: Batch) -> np.ndarray:
+    def predict(self, X: Any) -> np.ndarray:
         """Predict the most probable classes, `[input]`."""
         most = self.predict_proba(X).argmax(axis=1)
         return self.classes_[most]
 
-    def _code(self, y: Batch) -> np.ndarray:
+    def _code(self, y: Any) -> np.ndarray:
         # By equality: NumPy would cut "catfish" to the length of "cat", and round 0.7.
         codes = {label: code for code, label in enumerate(self.classes_.tolist())}
         labels = validation.column_or_1d(y, warn=True).tolist()
@@ -211,7 +218,7 @@ class BayesianRegressor(RegressorMixin, _Bayesian):
     _likelihood = "gaussian"
 
     @_check.called("fit")
-    def fit(self, X: Batch, y: Batch, sample_weight: ArrayLike | None = None):
+    def fit(self, X: Any, y: Any, sample_weight: ArrayLike | None = None):
         """Train and sample with targets `y` `[input]`; the rest as for `BayesianClassifier`."""
         X, y = validation.validate_data(self, X, y, ensure_min_samples=2, y_numeric=True)
         X, y, weight = _weighted(X, y, sample_weight)
@@ -219,7 +226,7 @@ class BayesianRegressor(RegressorMixin, _Bayesian):
         self.center_, self.width_ = scaler.mean_[0], scaler.scale_[0]
         return self._fit(X, y, weight, 1, log_std=jnp.zeros(()))
 
-    def prediction(self, X: Batch, y: Batch = None) -> Prediction:
+    def prediction(self, X: Any, y: Any = None) -> Prediction:
         """Average over the draws: a `Prediction`, with log densities if `y` is given."""
         found = super().prediction(X, y)
         density = None if y is None else found.log_density - np.log(self.width_)
@@ -230,20 +237,20 @@ class BayesianRegressor(RegressorMixin, _Bayesian):
         return found._replace(**changed)
 
     def predict(
-        self, X: Batch, return_std: bool = False
+        self, X: Any, return_std: bool = False
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
         """Predict the mean, `[input]`, and with `return_std` a pair of it and `predict_std`."""
         found = super().prediction(X)
         mean = found.mean * self.width_ + self.center_
         return (mean, np.sqrt(found.total) * self.width_) if return_std else mean
 
-    def predict_std(self, X: Batch) -> np.ndarray:
+    def predict_std(self, X: Any) -> np.ndarray:
         """Predict the standard deviation, noise and model uncertainty combined, `[input]`."""
         return self.predict(X, return_std=True)[1]
 
-    def _code(self, y: Batch) -> np.ndarray:
+    def _code(self, y: Any) -> np.ndarray:
         y = _check.host("y", y).astype(float)
         return ((y - self.center_) / self.width_).astype(np.float32)
 
-    def _outputs(self, params: Tree, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _outputs(self, params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return self.apply(params["network"], x).reshape(len(x)), params["log_std"]

@@ -17,7 +17,7 @@ from numpyro.infer import Predictive, init_to_uniform, log_likelihood, util
 from numpyro.primitives import Messenger
 
 from optax_smile import _check, _on_host, tall
-from optax_smile._types import Batch, Options, Output, Tree
+from optax_smile._types import Options
 from optax_smile.chains.sample import sample as run_chains
 from optax_smile.chains.warmstart import chains_from_weights
 from optax_smile.diagnostics.statistics import with_groups
@@ -45,10 +45,10 @@ class NumpyroModel:
     Parameters are a dict from the name of a latent site to its unconstrained value.
     """
 
-    model: Callable[..., Output]
+    model: Callable[..., Any]
     plate: str
     num_data: int
-    batch: Batch = dataclasses.field(repr=False)
+    batch: object = dataclasses.field(repr=False)
 
     @property
     def posterior(self) -> Options:
@@ -56,7 +56,7 @@ class NumpyroModel:
         given = {"num_data": self.num_data, "prior_precision": 0.0, "log_prior": self.log_prior}
         return given | {"temperature": 1.0}
 
-    def loss_fn(self, params: Params, batch: Batch) -> jax.Array:
+    def loss_fn(self, params: Params, batch: object) -> jax.Array:
         """Compute minus the mean log likelihood of a batch, a scalar in nats per example."""
         densities, trace, _ = _run(self, params, batch)
         # NumPyro scales log densities in the plate to the size of the plate.
@@ -69,7 +69,7 @@ class NumpyroModel:
         outside = [x for name, x in densities.items() if not _is_likelihood(self, trace[name])]
         return log_jacobian + sum(outside)
 
-    def map_loss(self, params: Params, batch: Batch) -> jax.Array:
+    def map_loss(self, params: Params, batch: object) -> jax.Array:
         """Compute `loss_fn` plus the prior's share, for `warmstart` to start near the mode."""
         densities, trace, log_jacobian = _run(self, params, batch)
         return -(sum(densities.values()) + log_jacobian) / trace[self.plate]["args"][0]
@@ -92,7 +92,7 @@ class NumpyroModel:
     )
     def sample(
         self,
-        batches: Iterable[Batch],
+        batches: Iterable[object],
         *,
         num_warmup: int = 2_000,
         num_draws: int = 1_000,
@@ -163,8 +163,8 @@ class NumpyroModel:
 
     @_check.arguments("NumpyroModel.to_arviz", draws=DRAWS, key=_check.Key(needed=True))
     def to_arviz(
-        self, draws: Snapshots | StoredSnapshots, data: Batch = None, *, key: jax.Array | int = 0
-    ) -> Tree:
+        self, draws: Snapshots | StoredSnapshots, data: object = None, *, key: jax.Array | int = 0
+    ) -> Any:
         """Convert draws for ArviZ with the model's site names, see `diagnostics.to_arviz`.
 
         With `data`, a batch of at most `num_data` examples, the result has the groups
@@ -184,7 +184,7 @@ class NumpyroModel:
     plate=_check.kind(str, "the name of a plate"),
 )
 def from_numpyro(
-    model: Callable[..., Output], batch: Batch, *, num_data: int, plate: str = "data"
+    model: Callable[..., object], batch: object, *, num_data: int, plate: str = "data"
 ) -> NumpyroModel:
     """Prepare a NumPyro model for mini-batch sampling.
 
@@ -240,7 +240,7 @@ def from_numpyro(
 
 
 @_check.called(FUNCTION)
-def _run(bridge: NumpyroModel, params: Params, batch: Batch, turn: bool = False) -> Run:
+def _run(bridge: NumpyroModel, params: Params, batch: object, turn: bool = False) -> Run:
     """Return the log densities of sites, all sites, and log |Jacobian|; `turn` reverses indices."""
     (arguments, keywords, indices), jacobians = _arguments(bridge, batch), []
 
@@ -270,7 +270,7 @@ def _run(bridge: NumpyroModel, params: Params, batch: Batch, turn: bool = False)
 
 
 def _observed(
-    bridge: NumpyroModel, sites: Snapshots, data: Batch, key: Tree
+    bridge: NumpyroModel, sites: Snapshots, data: object, key: object
 ) -> dict[str, dict[str, np.ndarray]]:
     """Return log likelihoods and draws of the observed sites in the plate."""
     data = _on_host.as_numeric("data", data)
@@ -347,7 +347,7 @@ def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
     return {name: to(support).inv(trace[name]["value"]) for name, support in latent.items()}
 
 
-def _arguments(bridge: NumpyroModel, batch: Batch) -> tuple[tuple, Options, Batch]:
+def _arguments(bridge: NumpyroModel, batch: object) -> tuple[tuple, Options, object]:
     """Return the model's positional and keyword arguments, and the plate's indices or None."""
     if not isinstance(batch, Mapping):
         return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}, None

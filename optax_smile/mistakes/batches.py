@@ -10,7 +10,6 @@ import optax
 
 from optax_smile import _check, _on_host, _table
 from optax_smile._on_host import num_examples
-from optax_smile._types import Batch, Tree
 from optax_smile.diagnostics.findings import Check
 from optax_smile.mistakes.loss import Divisors, Losses, divisors, some, warn_of
 
@@ -34,13 +33,13 @@ def require_all(argument: str, rows: int, number: float):
         _check.fail(argument, rule, f"{got} rows", PASS)
 
 
-def is_finite(batch: Batch) -> bool:
+def is_finite(batch: object) -> bool:
     """Tell whether all floating-point numbers of a batch are finite."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(batch)]
     return all(jnp.isfinite(x).all() for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def defect(batch: Batch, expected: Tree, per_chain: bool) -> str:
+def defect(batch: object, expected: object, per_chain: bool) -> str:
     """Say why a batch cannot be used after one of the structure `expected`; "" if it can."""
     if (structure := jax.tree.structure(batch)) != expected:
         return f"has the structure {structure}, not {expected} as the first"
@@ -89,7 +88,7 @@ def warn_of_list(batches: Sequence, losses: Losses):
     warn_of(checks(batches, losses, True))
 
 
-def checks(batches: Sequence[Batch], losses: Losses, is_whole: bool) -> Iterator[Check]:
+def checks(batches: Sequence[object], losses: Losses, is_whole: bool) -> Iterator[Check]:
     """Test the sizes of batches, and `num_data`; `is_whole`: with all of them."""
     sizes = unequal([num_examples(batch, losses.per_chain) for batch in batches])
     if len(batches) > 1:
@@ -124,7 +123,7 @@ def unequal_terms(found: Divisors) -> Check:
 
 
 def amount(
-    batches: Sequence[Batch], losses: Losses, found: Divisors | None, is_whole: bool
+    batches: Sequence[object], losses: Losses, found: Divisors | None, is_whole: bool
 ) -> Check | None:
     """Compare `num_data` with the first batch, and with the whole list; None if it is unknown.
 
@@ -167,7 +166,7 @@ def amount(
     return Check.of("num_data", (number / total,), MOST_RATIO, passed, text, NUM_DATA)
 
 
-def _tokens(batches: Sequence[Batch], per_chain: bool) -> list[int]:
+def _tokens(batches: Sequence[object], per_chain: bool) -> list[int]:
     """Count the entries of each integer array `[example, position]`, over all batches."""
     return [
         sum(map(np.size, leaves))

@@ -6,7 +6,7 @@ which `optax.MultiSteps` passes on, is the mean of the products.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _paths, _sums, _tree
-from optax_smile._types import Tree
 from optax_smile.diagnostics.findings import Check
 from optax_smile.state import AFTER, AT_REST, SamplerState
 
@@ -57,7 +56,7 @@ class Gradients(NamedTuple):
     num_lost: jax.Array | None  # Calls that made an array of `aux` non-finite, `[array]`.
 
 
-def no_gradients(number: int, aux: Tree) -> Gradients:
+def no_gradients(number: int, aux: object) -> Gradients:
     """Return the record before the first call, arrays `[chain, ...]`."""
     ends = jnp.tile(jnp.array([jnp.inf, -jnp.inf], jnp.float32), (number, 1))
     counters = {name for name in Gradients._fields if name.startswith("num_")} - {"num_lost"}
@@ -74,7 +73,7 @@ def no_gradients(number: int, aux: Tree) -> Gradients:
     )
 
 
-def keep_finite(new: Tree, old: Tree, value: jax.Array) -> tuple[Tree, jax.Array | None]:
+def keep_finite(new: object, old: object, value: jax.Array) -> tuple[Any, jax.Array | None]:
     """Return an auxiliary state, or the old one if numbers are lost, and which arrays lose some.
 
     A number is lost if it becomes NaN or infinite. The flags are `[array]`, None without arrays.
@@ -217,7 +216,7 @@ def checks(
     yield Check.of("after the sampler", (float(altered),), 0.0, not altered, text, AFTER)
 
 
-def lost_numbers(seen: Gradients, aux: Tree) -> Iterator[Check]:
+def lost_numbers(seen: Gradients, aux: object) -> Iterator[Check]:
     """Find arrays of an auxiliary state that lose numbers."""
     if (lost := seen.num_lost) is not None:
         share = float(np.max(lost, initial=0)) / max(int(np.max(seen.num_calls, initial=0)), 1)
@@ -233,12 +232,12 @@ def adds_gradients(seen: Gradients) -> bool:
     return bool(np.any(seen.num_uphill > 0.9 * calls))
 
 
-def listed(tree: Tree, flags: np.ndarray) -> str:
+def listed(tree: object, flags: np.ndarray) -> str:
     """List the names of the leaves with a flag."""
     return ", ".join(name for name, flag in zip(_paths.names(tree), flags, strict=True) if flag)
 
 
-def require_received(seen: Gradients, aux: Tree):
+def require_received(seen: Gradients, aux: object):
     """Require finite gradients at the start, which the sampler receives; a clip may act on them.
 
     Some call must leave `aux` finite, and leaves that are not sampled may not move uphill.

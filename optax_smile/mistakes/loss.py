@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,14 @@ from jax.sharding import Mesh
 
 from optax_smile import _check, _on_host, _paths, _settings, parallel
 from optax_smile._on_host import num_examples, num_rows
-from optax_smile._types import Batch, Options, Tree
+from optax_smile._types import Options, T
 from optax_smile._warn import warn
 from optax_smile.diagnostics.findings import Check
 from optax_smile.mistakes.gradients import STOPPED
 from optax_smile.state import find
 
 # A loss in the form `(params, aux, key, batch) -> (loss, aux)`, see `loss_of`.
-FullLoss: TypeAlias = Callable[..., tuple[jax.Array, Tree]]
+FullLoss: TypeAlias = Callable[..., tuple[jax.Array, Any]]
 NEAR_ONE = 0.05  # A loss is a sum if its halves add up to the whole within this difference.
 SUMMED = "`loss_fn` looks like a sum over the examples: divide by their number."
 # By which a mean may be divided, such as that of squares.
@@ -58,7 +58,7 @@ def loss_of(loss_fn: Callable, has_aux: bool, is_stochastic: bool) -> FullLoss:
     advice = "It also gets `aux` if you pass one, and `key` if `stochastic`."
     _check.Function(f"({form})", advice)("loss_fn", loss_fn)
 
-    def loss(params, aux, key, batch) -> Tree:
+    def loss(params, aux, key, batch) -> Any:
         extras = {"aux": aux} if has_aux else {}
         if is_stochastic:
             extras["key"] = key
@@ -91,14 +91,14 @@ class Losses:
     """
 
     loss: FullLoss
-    like: Tree
+    like: Any
     number: int
     per_chain: bool = False
     mesh: Mesh | None = None
-    specs: Tree = None
+    specs: Any = None
     hint: str = ""
     settings: Options | None = None
-    means: dict[str, Tree] = dataclasses.field(default_factory=dict)
+    means: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         def of_chain(chain, batch):
@@ -121,12 +121,12 @@ class Losses:
         """That of the sampler, None without."""
         return (self.settings or {}).get("num_data")
 
-    def put(self, batch: Batch, stacked: bool = False) -> Batch:
+    def put(self, batch: object, stacked: bool = False) -> object:
         """Put a batch, or a stack of batches, on the devices."""
         given = {"mesh": self.mesh, "per_chain": self.per_chain, "stacked": stacked}
         return batch if self.mesh is None else parallel.place_batch(batch, **given)
 
-    def __call__(self, chains: Tree, batch: Batch, params: Tree = None) -> np.ndarray:
+    def __call__(self, chains: Any, batch: object, params: object = None) -> np.ndarray:
         """Compute the losses `[chain]` at the `params`, `aux` and `key` of the chains.
 
         Or at other `params`. They are those of the chains of this process.
@@ -137,7 +137,7 @@ class Losses:
         self.check(chains, batch)
         return np.asarray(_on_host.local(self.compiled(chains, self.put(batch))), float)
 
-    def check(self, chains: Tree, batch: Batch, argument: str = "loss_fn"):
+    def check(self, chains: Any, batch: Any, argument: str = "loss_fn"):
         """Require a scalar loss and, if each chain has its own batch, one batch per chain."""
         rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
         if self.per_chain and rows != {(self.number,)}:
@@ -157,7 +157,7 @@ class Losses:
             of_chain = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape[1:])}", loss)
             _check.fail(argument, rule, f"one that returns {of_chain}")
 
-    def program(self, batch: Batch) -> Tree:
+    def program(self, batch: object) -> Any:
         """Return the program of the loss of one chain; None if it fails or is not to be read.
 
         Its arguments are `params`, `aux` and `key` of `like`, and the batch of one chain.
@@ -177,7 +177,7 @@ def warn_of(checks: Iterable[Check]):
             tell(f"`{_check.function_name()}`: {check.text} {check.advice}")
 
 
-def warn_of_sum(losses: Losses, chains: Tree, batch: Batch):
+def warn_of_sum(losses: Losses, chains: Any, batch: object):
     """Warn of a loss that looks like a sum, see `check_mean`, or of one that cannot be tested."""
     check, skip = check_mean(losses, chains, batch), "To skip this test, pass check=False."
     if isinstance(check, Check):
@@ -187,7 +187,7 @@ def warn_of_sum(losses: Losses, chains: Tree, batch: Batch):
         warn(f"`{name}`: could not test whether `loss_fn` is a mean, because {check}. {skip}")
 
 
-def check_mean(losses: Losses, chains: Tree, batch: Batch) -> Check | str:
+def check_mean(losses: Losses, chains: Any, batch: object) -> Check | str:
     """Find a loss that looks like a sum: the losses of two halves add up to that of the whole.
 
     A sum passes if it is divided by a constant from the number of examples to that of its terms.
@@ -232,7 +232,7 @@ def check_mean(losses: Losses, chains: Tree, batch: Batch) -> Check | str:
     return Check.of("mean loss", (ratio,), 1.0, not is_sum, text, SUMMED)
 
 
-def reading(function: str, *given: Tree) -> Tree:
+def reading(function: str, *given: object) -> Any:
     """Call a function of `program`; None if there is no program or it fails.
 
     It reads programs of JAX, whose parts change from version to version. That must not end a run.
@@ -248,7 +248,7 @@ def reading(function: str, *given: Tree) -> Tree:
         return None
 
 
-def checks(losses: Losses, chains: Tree, batch: Batch) -> Iterator[Check]:
+def checks(losses: Losses, chains: Any, batch: object) -> Iterator[Check]:
     """Test the program of a loss, unless parameters are sharded."""
     if losses.is_sharded or not _settings.are_posterior(losses.settings):
         return
@@ -259,7 +259,7 @@ def checks(losses: Losses, chains: Tree, batch: Batch) -> Iterator[Check]:
         yield from _of_terms(losses, program, chains, batch)
 
 
-def _of_leaves(losses: Losses, program: Tree) -> Iterator[Check]:
+def _of_leaves(losses: Losses, program: Any) -> Iterator[Check]:
     """Find leaves that the sampler moves, but for which the program of the loss has no gradient."""
     params, received = losses.like.params, find(losses.like.state).last_received()
     moved, paths = _paths.names(params if received is None else received[0]), _paths.names(params)
@@ -280,7 +280,7 @@ def _of_leaves(losses: Losses, program: Tree) -> Iterator[Check]:
         yield Check("unread", (), (float(len(unread)),), 0.0, True, advice, text)
 
 
-def _of_terms(losses: Losses, program: Tree, chains: Tree, batch: Batch) -> Iterator[Check]:
+def _of_terms(losses: Losses, program: object, chains: Any, batch: object) -> Iterator[Check]:
     """Find what is wrong in the program of a loss, see `program.read`."""
     one = jax.tree.map(lambda x: x[0], chains.params)
     found = reading("read", program, one, num_examples(batch, losses.per_chain))
@@ -300,7 +300,7 @@ def _skipped(kind: str) -> Check:
     return Check.of(kind, (), math.nan, True, text)
 
 
-def _loses_pairs(losses: Losses, chains: Tree, batch: Batch) -> bool:
+def _loses_pairs(losses: Losses, chains: Any, batch: object) -> bool:
     """Whether an array with one number per example may be permuted without the others."""
     axis, moved = int(losses.per_chain), reading("elsewhere", chains.params)
     leaves, structure = jax.tree.flatten(batch)
@@ -333,12 +333,12 @@ class Divisors(NamedTuple):
     constant: float  # By what the sum of the first batch is divided, besides; NaN if unknown.
 
 
-def some(batches: Sequence[Batch]) -> Sequence[Batch]:
+def some(batches: Sequence[T]) -> Sequence[T]:
     """Return at most `MOST_COUNTED` of the batches."""
     return batches[:: -(-len(batches) // MOST_COUNTED)]
 
 
-def divisors(batches: Sequence[Batch], losses: Losses) -> Divisors | None:
+def divisors(batches: Sequence[object], losses: Losses) -> Divisors | None:
     """Read in the program of the loss what it is divided by; None if it does not tell."""
     each, first = [], None
     for batch in some(batches):
@@ -353,13 +353,13 @@ def divisors(batches: Sequence[Batch], losses: Losses) -> Divisors | None:
         mean, others = losses.means[shapes]
         first = first or mean
         each.append(float(others(batch)) if mean.others else _num_terms(mean, batch, rows))
-    first, numbers = cast(Tree, first), np.array(each)
+    first, numbers = cast(Any, first), np.array(each)
     are_terms = bool(np.all((numbers >= 1) & (numbers == np.round(numbers))))
     are_terms &= not first.others or numbers[0] <= first.number
     return Divisors(numbers, are_terms, bool(first.others), first.number, abs(first.constant))
 
 
-def _num_terms(mean: Tree, batch: Batch, rows: int) -> float:
+def _num_terms(mean: Any, batch: object, rows: int) -> float:
     """Count the tokens or examples that a loss is a mean of; NaN if neither fits."""
     leaves = [x for x in jax.tree.leaves(batch) if np.ndim(x) == 2]
     lengths = {x.shape[1] for x in leaves if np.issubdtype(jnp.result_type(x), np.integer)}

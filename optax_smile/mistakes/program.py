@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from optax_smile import _tree
-from optax_smile._types import Tree
+from optax_smile._types import T
 
 # Equations that run another program once, with their own inputs.
 CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
@@ -33,14 +34,14 @@ MULTIPLES, ROUNDING = (-1.0, 0.0, 1.0, 2.0), 1e-3
 class Mark(NamedTuple):
     """What is known of an array in the program of a loss."""
 
-    value: Tree  # Its value; None if it depends on the batch.
-    terms: Sequence[Tree]  # Values that do not depend on the batch, of which it is a sum.
+    value: Any  # Its value; None if it depends on the batch.
+    terms: Sequence[Any]  # Values that do not depend on the batch, of which it is a sum.
     # "exp", "sum" of it, "probability", such an array "shifted" as by a log-softmax, or "". For
     # `mean_of`, how the array is a mean.
-    form: Tree = ""
+    form: Any = ""
 
 
-def read(program: ClosedJaxpr, params: Tree, rows: int | None) -> set[str]:
+def read(program: ClosedJaxpr, params: optax.Params, rows: int | None) -> set[str]:
     """Read the program of a loss of `params` and of arguments that depend on the batch.
 
     Returns what is found: `"penalty"`, a term of the parameters alone; `"logits"`, a softmax or a
@@ -57,7 +58,7 @@ def read(program: ClosedJaxpr, params: Tree, rows: int | None) -> set[str]:
             found.add("pairs")
         return _combine(eqn, name, marks, _form_of(name, forms))
 
-    def terms_at(multiple: jax.Array, directions: Tree) -> list[jax.Array]:
+    def terms_at(multiple: jax.Array, directions: object) -> list[jax.Array]:
         leaves = jax.tree.leaves(directions)
         given = [multiple.astype(x.dtype) * x if _tree.is_floating(x) else x for x in leaves]
         known = [Mark(x, [x]) for x in given]
@@ -66,7 +67,7 @@ def read(program: ClosedJaxpr, params: Tree, rows: int | None) -> set[str]:
         return [x.astype(float) for x in result.terms] if result.value is None else []
 
     # A loop, since not every operation has a rule for `vmap`.
-    def compute(at: Tree) -> list[jax.Array]:
+    def compute(at: object) -> list[jax.Array]:
         return jax.lax.map(lambda x: terms_at(x, at), jnp.asarray(MULTIPLES))
 
     terms = jax.jit(compute)(elsewhere(params))
@@ -108,7 +109,7 @@ class Mean(NamedTuple):
     constant: float = 1  # NaN if it is not known.
     others: Sequence[jax.Array] = ()  # Numbers that depend on the batch.
 
-    def divided(self, name: str, factor: Tree, mark: Mark) -> Mean:
+    def divided(self, name: str, factor: Any, mark: Mark) -> Mean:
         """Return what the equation `div` or `mul` makes of it, with a known factor."""
         power, constant, others = 1 if name == "div" else -1, 1.0, self.others
         if mark.form and math.prod(factor.aval.shape) == 1:
@@ -121,7 +122,7 @@ class Mean(NamedTuple):
         return self._replace(constant=self.constant * constant**power, others=others)
 
 
-def mean_of(program: ClosedJaxpr, batch: Tree) -> tuple[Mean, Callable[[Tree], jax.Array]]:
+def mean_of(program: ClosedJaxpr, batch: object) -> tuple[Mean, Callable[[object], jax.Array]]:
     """Return how a loss, whose last argument is the batch, is a mean, and its `others` of a batch.
 
     These are multiplied.
@@ -129,7 +130,7 @@ def mean_of(program: ClosedJaxpr, batch: Tree) -> tuple[Mean, Callable[[Tree], j
     known, found = len(jax.tree.leaves(batch)), Mean()
     unknown = [Mark(None, [], Mean())] * (len(program.jaxpr.invars) - known)
 
-    def others(batch: Tree) -> jax.Array:
+    def others(batch: object) -> jax.Array:
         nonlocal found
         marks = unknown + [Mark(jnp.asarray(x), [], 1.0) for x in jax.tree.leaves(batch)]
         (result,) = _follow(program.jaxpr, program.consts, marks, _mean_rule)
@@ -143,9 +144,9 @@ def mean_of(program: ClosedJaxpr, batch: Tree) -> tuple[Mean, Callable[[Tree], j
 def _mean_rule(eqn, marks: list[Mark]) -> list[Mark]:
     name, unknown = eqn.primitive.name, [mark for mark in marks if mark.value is None]
     # Of a known array: by what constant it is multiplied if it depends on the batch, else "".
-    form: Tree = Mean() if unknown else max((mark.form or 0.0 for mark in marks), default=0.0)
+    form: Any = Mean() if unknown else max((mark.form or 0.0 for mark in marks), default=0.0)
     if form and not unknown and name not in LINEAR | {"max"}:
-        factor: Tree = next((x.val for x in eqn.invars if isinstance(x, Literal)), None)
+        factor: Any = next((x.val for x in eqn.invars if isinstance(x, Literal)), None)
         is_scaled = name in PRODUCTS and np.size(factor) == 1 and factor
         form = form * float(factor) ** (1 if name == "mul" else -1) if is_scaled else 1.0
     is_inverse = name == "div" and marks[1].value is None
@@ -161,7 +162,7 @@ def _mean_rule(eqn, marks: list[Mark]) -> list[Mark]:
     return [mark._replace(form=form) for mark in _combine(eqn, name, marks, "")]
 
 
-def elsewhere(params: Tree) -> Tree:
+def elsewhere(params: T) -> T:
     """Return other parameters: at a start, outputs may be equal and penalties zero."""
 
     def moved(x: jax.Array) -> jax.Array:
@@ -197,7 +198,7 @@ def _form_of(name: str, forms: list[str]) -> str:
 def _combine(eqn, name: str, marks: list[Mark], form: str) -> list[Mark]:
     """Return the marks of the results of an equation."""
 
-    def apply(*values) -> Tree:
+    def apply(*values) -> jax.Array:
         return eqn.primitive.bind(*values, **eqn.params)
 
     # What prints, or calls Python for its effects, is not run again.
@@ -221,7 +222,7 @@ def _combine(eqn, name: str, marks: list[Mark], form: str) -> list[Mark]:
     return [Mark(results[0], terms, form), *others]
 
 
-def _run(eqn, marks: list[Mark]) -> list[Tree]:
+def _run(eqn, marks: list[Mark]) -> list[Any]:
     """Compute the results of an equation from known inputs, as a program of its own."""
     pairs = zip(eqn.invars, marks, strict=True)
     known = {x: mark.value for x, mark in pairs if not isinstance(x, Literal)}
@@ -231,7 +232,7 @@ def _run(eqn, marks: list[Mark]) -> list[Tree]:
     return jaxpr_as_fun(ClosedJaxpr(program, ()))(*known.values())
 
 
-def _inner(eqn) -> Tree:
+def _inner(eqn) -> Any:
     """Return the program that an equation runs once, with its own inputs; None if it runs none."""
     if eqn.primitive.name not in CALLS:
         return None

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _noise, _on_host, parallel
-from optax_smile._types import Batch, Options, Tree
+from optax_smile._types import Options
 from optax_smile.diagnostics.findings import Check, chooser
 from optax_smile.mistakes.batches import is_finite
 from optax_smile.mistakes.gradients import NOT_FINITE
@@ -21,7 +21,7 @@ from optax_smile.potential import Potential, excess_loss, least_excess_loss
 from optax_smile.state import MOST_RISE, find
 
 # Losses `[chain]` of a batch at parameters.
-LossesAt: TypeAlias = Callable[[Batch, Tree], np.ndarray | jax.Array]
+LossesAt: TypeAlias = Callable[[object, Any], np.ndarray | jax.Array]
 
 TOO_FEW = "Too many parameters for these data: see `optax_smile.local.curvature_precision`."
 # Angle by which the change of the gradients turns the momentum in a step of `angle_tuner`, and the
@@ -38,7 +38,7 @@ WITHOUT_KEYS = "a tree of arrays of numbers [chain, ...]; a `stochastic` loss ge
 AUX = dataclasses.replace(parallel.STACKED, text=WITHOUT_KEYS, keys=False)
 
 
-def require(losses: Losses, chains: Tree, batch: Batch):
+def require(losses: Losses, chains: Any, batch: object):
     """Require finite losses on the first batch, and chains that differ."""
     found = losses(chains, batch)
     if lost := np.flatnonzero(~np.isfinite(found)).tolist():
@@ -61,7 +61,7 @@ def require(losses: Losses, chains: Tree, batch: Batch):
             _check.fail("params", rule, f"copies in the chains {copies}", advice)
 
 
-def rise(losses: Losses, chains: Tree, batch: Batch) -> Iterator[Check]:
+def rise(losses: Losses, chains: Any, batch: object) -> Iterator[Check]:
     """Find a posterior whose draws certainly have a far larger loss than the start.
 
     The test uses a lower bound for a quadratic loss: how far the loss of a network rises cannot be
@@ -95,7 +95,7 @@ def rise(losses: Losses, chains: Tree, batch: Batch) -> Iterator[Check]:
 
 
 def _moments(
-    losses: LossesAt, batch: Batch, params: Tree, start: np.ndarray
+    losses: LossesAt, batch: object, params: optax.Params, start: np.ndarray
 ) -> tuple[float, float]:
     """Estimate the traces of the Hessian H of the mean loss and of its square, from losses alone.
 
@@ -112,7 +112,7 @@ def _moments(
     return moments if np.all(np.isfinite(moments)) else (0.0, 0.0)
 
 
-def curvature(losses: LossesAt, batch: Batch, params: Tree, start: np.ndarray) -> float:
+def curvature(losses: LossesAt, batch: object, params: optax.Params, start: np.ndarray) -> float:
     """Estimate the trace of the Hessian of the mean loss, from one random direction per chain."""
     noise = _noise.normal_like(jax.random.key(SEED), params)
     with np.errstate(all="ignore"):
@@ -121,8 +121,8 @@ def curvature(losses: LossesAt, batch: Batch, params: Tree, start: np.ndarray) -
 
 
 def _curvature_along(
-    losses: LossesAt, batch: Batch, params: Tree, start: np.ndarray
-) -> Callable[[Tree], np.ndarray]:
+    losses: LossesAt, batch: object, params: optax.Params, start: np.ndarray
+) -> Callable[[object], np.ndarray]:
     """Return the function y H y `[chain]` of a direction y, for the Hessian H of the loss.
 
     `start` has the losses at `params`.
@@ -131,17 +131,17 @@ def _curvature_along(
     square = sum(jnp.sum(x**2) for x in leaves) / sum(x.size for x in leaves)
     width = DISTURBANCE * (float(jnp.sqrt(square)) or 1.0)
 
-    def at(place: float, direction: Tree) -> np.ndarray:
+    def at(place: float, direction: object) -> np.ndarray:
         moved = jax.tree.map(lambda x, y: x + place * width * y, params, direction)
         return np.asarray(losses(batch, moved), float)
 
     return lambda y: (at(1, y) + at(-1, y) - 2 * np.asarray(start, float)) / width**2
 
 
-def step_size(settings: Options | None, state: Tree) -> Iterator[Check]:
+def step_size(settings: Options | None, state: object) -> Iterator[Check]:
     """Find a step size that is far too short, as learning rates are, if the user gave one."""
     names = "mean_change_square", "num_changes", "mean_turn_rate", "change_share", "step_size"
-    sampler: Tree = find(state)
+    sampler: Any = find(state)
     stats = sampler.stats()._asdict()
     known = [stats[name] if name in stats else optax.tree.get(sampler, name) for name in names]
     if chooser(settings or {}) != "number" or any(x is None for x in known):
