@@ -1,4 +1,4 @@
-"""Names for values that the type system cannot describe further."""
+"""Names for types that several files use."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -6,23 +6,14 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import jax
 import optax
 
-# A pytree of arrays. Where it has a role of its own, use `optax.Params`, `optax.Updates` or
-# `optax.OptState`.
-Tree: TypeAlias = Any
-# A pytree of numeric arrays that the loss function takes as its second argument.
-Batch: TypeAlias = Any
-# What `apply_fn` returns: an array, or the pair or tree that the likelihood expects.
-Output: TypeAlias = Any
 # Keyword arguments that are collected before a call.
 Options: TypeAlias = dict[str, Any]
-# An argument that a user passed and that is still to be checked.
-Unchecked: TypeAlias = Any
 # The step size of a sampler: a number, or a schedule of the number of steps.
 StepSize: TypeAlias = float | jax.Array | optax.Schedule
 # Mean of a Gaussian prior: a number, a tree prefix of the parameters, or the start of the chain.
 PriorMean: TypeAlias = optax.Params | Literal["start"]
 # The log density of a prior, a function of the parameters.
-LogPrior: TypeAlias = Callable[[Tree], jax.Array]
+LogPrior: TypeAlias = Callable[[Any], jax.Array]
 # What a function returns as it gets it, such as a tree of one structure.
 T = TypeVar("T")
 Class = TypeVar("Class", bound=type)
