@@ -39,11 +39,6 @@ def _report(settings: Mapping[str, object]):
         reports.update(settings)
 
 
-def gradients_per_step(settings: Mapping[str, object] | None) -> int:
-    """Return the number of gradients per step of a sampler with these settings."""
-    return 2 if (settings or {}).get("integrator") == "minimal_norm" else 1
-
-
 def are_posterior(settings: Mapping[str, object] | None) -> bool:
     """Whether draws with these settings may be posterior draws: no optimizer made them."""
     return bool((settings or {}).get("is_posterior", True))

@@ -118,13 +118,7 @@ class Centered(NamedTuple):
         return self._replace(center=center, stored=stored)
 
     def measured(
-        self,
-        loss: FullLoss,
-        params: Tree,
-        aux: Tree,
-        key: Tree,
-        batch: Batch,
-        number: float,
+        self, loss: FullLoss, params: Tree, aux: Tree, key: Tree, batch: Batch, number: float
     ) -> Centered:
         """Measure the variance of the gradients, and what the control variate leaves of it.
 

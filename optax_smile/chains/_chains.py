@@ -109,12 +109,12 @@ class Chains:
         self._record = _compiled(_record_of_chain, mesh)
         if has_centers:
             self._move = program(_move_center)
-            given = loss, float((self.settings or {}).get("num_data") or 0)
+            of_all = loss, float((self.settings or {}).get("num_data") or 0)
             self._gather, self._measure = (
-                program(functools.partial(x, *given)) for x in (_gather, _measure)
+                program(functools.partial(x, *of_all)) for x in (_gather, _measure)
             )
-        given = self.number, per_chain, mesh, specs, hint, self.settings
-        self.losses = Losses(loss, self.like, *given)
+        axes = self.number, per_chain, mesh, specs
+        self.losses = Losses(loss, self.like, *axes, hint, self.settings)
         self._draw = _compiled(_draw_of_chain, mesh)
 
     def misfit(self, batch: Batch) -> str:
@@ -242,9 +242,7 @@ def _in_turn(one_call: Callable[[Chain, Batch], Chain]) -> Callable[[Chain, Batc
 
 
 def _call_of_chain(
-    loss: FullLoss,
-    sampler: optax.GradientTransformationExtraArgs,
-    is_reduced: bool = False,
+    loss: FullLoss, sampler: optax.GradientTransformationExtraArgs, is_reduced: bool = False
 ) -> Callable[[Chain, Batch], Chain]:
     """Make one gradient and one update of a chain; a rejected step leaves `aux` unchanged."""
 

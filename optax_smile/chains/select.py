@@ -26,7 +26,7 @@ from optax_smile.draws import _checks as _draw_checks
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import Predictor, predict
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
-from optax_smile.state import MOST_NONFINITE
+from optax_smile.state import MOST_NONFINITE, gradients_per_step
 
 BURN_IN = 0.5  # Fraction of the steps of a round before the draws that score it.
 # Draws per chain that score a round, evenly spaced over the rest of its steps. With two instead of
@@ -257,6 +257,7 @@ def select(
         start_lppd = _mean(_by_input(start.log_density))
         shapes = _on_host.shapes_of_one(params)
         settings = {name: _settings.of(x, shapes) or {} for name, x in candidates.items()}
+        per_step = {name: gradients_per_step(x, shapes) for name, x in candidates.items()}
         # The LPPD identifies inputs, targets, likelihood, model and start.
         identity: Options = {"candidates": settings, "rounds": [end for end, _ in rounds]}
         identity["LPPD of the start"] = float(f"{start_lppd:.3g}")
@@ -284,7 +285,7 @@ def select(
                 if num_dropped and not are_finite.any():
                     rule = "candidates of which one keeps all chains and predictions finite"
                     _check.fail("candidates", rule, [*scores])
-                running = _survivors(scores, len(running) - num_dropped, settings)
+                running = _survivors(scores, len(running) - num_dropped, settings, per_step)
                 latest |= scores
                 if len(running) > 1:
                     close(runs.keys() - running)
@@ -312,7 +313,7 @@ def select(
     found = [scores for scores in found if scores]
     ends = np.array([end for end, _ in rounds[: len(found)]], int)
     steps = {x: repeated.get(x, 0) + done[x] * (x != best) for x in done}
-    spent = sum(steps[x] * _settings.gradients_per_step(settings[x]) for x in steps)
+    spent = sum(steps[x] * per_step[x] for x in steps)
     cost = spent / int(np.asarray(draws.trace["num_gradients"])[0, -1])
     names, (lppd, projected, error) = tuple(candidates), _table(found, [*candidates])
     return Selection(
@@ -477,7 +478,9 @@ def _contenders(running: Sequence[str], latest: Scores, scores: Scores) -> Itera
         yield max(ahead, key=lambda name: _mean(latest[name].density))
 
 
-def _survivors(scores: Scores, number: int, settings: Mapping[str, Options]) -> list[str]:
+def _survivors(
+    scores: Scores, number: int, settings: Mapping[str, Options], per_step: Mapping[str, int]
+) -> list[str]:
     """Return the best `number`; a single one may be equal to the best, and preferred to it."""
     ranked = sorted(scores, key=lambda name: -_mean(scores[name].projected))
     if number > 1:
@@ -491,7 +494,7 @@ def _survivors(scores: Scores, number: int, settings: Mapping[str, Options]) -> 
     def preference(name: str) -> tuple[int, bool]:
         mine = settings[name]
         is_bayes = mine.get("temperature") == 1 and mine.get("prior_mean") != "start"
-        return _settings.gradients_per_step(mine), not is_bayes
+        return per_step[name], not is_bayes
 
     return [min(filter(is_equal, ranked), key=preference)]
 
