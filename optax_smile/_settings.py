@@ -40,11 +40,6 @@ def _report(settings: Mapping[str, object]):
         reports.update(settings)
 
 
-def gradients_per_step(settings: Mapping[str, object] | None) -> int:
-    """Return the number of gradients per step of a sampler with these settings."""
-    return 2 if (settings or {}).get("integrator") == "minimal_norm" else 1
-
-
 def are_posterior(settings: Mapping[str, object] | None) -> bool:
     """Whether draws with these settings may be posterior draws: no optimizer made them."""
     return bool((settings or {}).get("is_posterior", True))
@@ -52,14 +47,12 @@ def are_posterior(settings: Mapping[str, object] | None) -> bool:
 
 def origin(settings: Mapping[str, object] | None) -> str:
     """Say what draws are that are no posterior draws."""
-    is_chosen = settings == CHOSEN
-    return "draws chosen by their indices" if is_chosen else "iterates of an optimizer"
+    return "draws chosen by their indices" if settings == CHOSEN else "iterates of an optimizer"
 
 
 def of(transformation: optax.GradientTransformation, params: optax.Params) -> Options | None:
     """Return name and arguments of a sampler, also in a wrapper, as JSON types; None without."""
-    described = {x: _describe(value) for x, value in given(transformation, params).items()}
-    return described or None
+    return {x: _describe(value) for x, value in given(transformation, params).items()} or None
 
 
 def given(transformation: optax.GradientTransformation, params: optax.Params) -> Options:

@@ -330,6 +330,12 @@ def samplers(state: object) -> list[SamplerState]:
     return _samplers(_paths.without_variables(state))[0]
 
 
+def gradients_per_step(transformation: optax.GradientTransformation, like: optax.Params) -> int:
+    """Return how many gradients a step takes, for parameters `like` some; 1 for an optimizer."""
+    states = samplers(jax.eval_shape(transformation.init, like))
+    return states[0].gradients_per_step if states else 1
+
+
 @_check.own_flags
 @_check.called("stats")
 def stats(state: object) -> Stats:

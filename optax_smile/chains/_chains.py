@@ -107,12 +107,12 @@ class Chains:
         self._record = _compiled(_record_of_chain, mesh)
         if has_centers:
             self._move = program(_move_center)
-            given = loss, float((self.settings or {}).get("num_data") or 0)
+            of_all = loss, float((self.settings or {}).get("num_data") or 0)
             self._gather, self._measure = (
-                program(functools.partial(x, *given)) for x in (_gather, _measure)
+                program(functools.partial(x, *of_all)) for x in (_gather, _measure)
             )
-        given = self.number, per_chain, mesh, specs, hint, self.settings
-        self.losses = Losses(loss, self.like, *given)
+        axes = self.number, per_chain, mesh, specs
+        self.losses = Losses(loss, self.like, *axes, hint, self.settings)
         self._draw = _compiled(_draw_of_chain, mesh)
 
     def misfit(self, batch: object) -> str:
@@ -192,8 +192,7 @@ class Chains:
 
     def num_gradients(self) -> int:
         """Wait for the chains, and return how many gradients their samplers have received."""
-        counts = self._record(self._carry)[0]["num_gradients"]
-        return int(np.max(_on_host.everywhere(counts)))
+        return int(np.max(_on_host.everywhere(self._record(self._carry)[0]["num_gradients"])))
 
     def draw(self) -> Any:
         """Return the last accepted step ends, `[chain, ...]`."""

@@ -27,7 +27,7 @@ from optax_smile.draws import _checks as _draw_checks
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import Predictor
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
-from optax_smile.state import MOST_NONFINITE
+from optax_smile.state import MOST_NONFINITE, gradients_per_step
 
 BURN_IN = 0.5  # Fraction of the steps of a round before the draws that score it.
 # Draws per chain that score a round, evenly spaced over the rest of its steps. With two instead of
@@ -250,8 +250,10 @@ def select(
         shapes = _on_host.shapes_of_one(params)
         settings = {name: _settings.of(x, shapes) or {} for name, x in candidates.items()}
         plan = _Plan(num_warmup, num_draws, thin, steps_per_dispatch)
-        rounds = _Rounds(plan.rounds(len(candidates), largest_cost), settings, start_lppd, folder)
-        num_steps = plan.end + sum(end * num_dropped for end, num_dropped in rounds.schedule)
+        per_step = {name: gradients_per_step(x, shapes) for name, x in candidates.items()}
+        schedule = plan.rounds(len(candidates), largest_cost)
+        rounds = _Rounds(schedule, settings, per_step, start_lppd, folder)
+        num_steps = plan.end + sum(end * num_dropped for end, num_dropped in schedule)
         bar = closing.enter_context(Bar(num_steps, "selecting", progress))
         runs = closing.enter_context(_Runs(begin, plan, predictor, rounds.done(), folder, bar))
         try:
@@ -348,6 +350,7 @@ class _Rounds:
 
     schedule: list[tuple[int, int]]  # Last step of each round, and how many it drops.
     settings: Mapping[str, Options]  # Of each candidate.
+    per_step: Mapping[str, int]  # Gradients of each candidate.
     start_lppd: float
     folder: Path | None
 
@@ -413,7 +416,7 @@ class _Rounds:
         def preference(name: str) -> tuple[int, bool]:
             mine = self.settings[name]
             is_bayes = mine.get("temperature") == 1 and mine.get("prior_mean") != "start"
-            return _settings.gradients_per_step(mine), not is_bayes
+            return self.per_step[name], not is_bayes
 
         self.running = ranked[: len(self.running) - self.num_dropped]
         if len(self.running) == 1:
@@ -576,8 +579,8 @@ def _result(rounds: _Rounds, runs: _Runs) -> Selection:
         no_better = f"the draws of {best!r} predict no better than the start: {numbers}."
         warn(f"`select`: {no_better} {advice}")
     spent = sum(
-        (runs.repeated[name] + runs.done[name] * (name != best)) * _settings.gradients_per_step(x)
-        for name, x in rounds.settings.items()
+        (runs.repeated[name] + runs.done[name] * (name != best)) * number
+        for name, number in rounds.per_step.items()
     )
     cost = spent / int(np.asarray(draws.trace["num_gradients"])[0, -1])
     names, (ends, (lppd, projected, error)) = tuple(rounds.settings), rounds.table()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optax_smile import _settings, _trace
+from optax_smile import _trace
 from optax_smile._trace import chains_with_equal_keys
 from optax_smile.diagnostics.paths import Paths
 from optax_smile.diagnostics.statistics import ess, log_mean_exp, rhat
@@ -143,7 +143,8 @@ def nominal_rate(settings: Settings) -> float:
     quantile = settings.get("reject_quantile")
     if not isinstance(quantile, float):
         return np.nan
-    return (1 - quantile) / _settings.gradients_per_step(settings)
+    # A run that was loaded has no state, which would tell the number of gradients per step.
+    return (1 - quantile) / (2 if settings.get("integrator") == "minimal_norm" else 1)
 
 
 class Check(NamedTuple):
@@ -198,8 +199,7 @@ class Values(tuple[float, ...]):
     """Numbers that are formatted as their range, such as "0.1 to 0.3"."""
 
     def __format__(self, form: str) -> str:
-        ends = dict.fromkeys(format(end(self), form) for end in (min, max) if self)
-        return " to ".join(ends)
+        return " to ".join(dict.fromkeys(format(end(self), form) for end in (min, max) if self))
 
 
 def failing(
@@ -378,10 +378,7 @@ def _frozen(run: Run, mixes: np.ndarray) -> Iterator[Check]:
     for text, share in (
         ("the step size is {:.3g} times the first", size / run.first_step_size),
         ("the step size is {:.3g} times that of other chains", size / _others(size)),
-        (
-            "successive draws are {:.3g} times as far apart as in other chains",
-            last / _others(last),
-        ),
+        ("successive draws are {:.3g} times as far apart as in other chains", last / _others(last)),
     ):
         low = (share < FROZEN_RATIO) & ~mixes
         yield failing("frozen", low, share, FROZEN_RATIO, text, "below {:.3g}")

@@ -196,8 +196,7 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
 
     def predict(self, X: Any) -> np.ndarray:
         """Predict the most probable classes, `[input]`."""
-        most = self.predict_proba(X).argmax(axis=1)
-        return self.classes_[most]
+        return self.classes_[self.predict_proba(X).argmax(axis=1)]
 
     def _code(self, y: Any) -> np.ndarray:
         # By equality: NumPy would cut "catfish" to the length of "cat", and round 0.7.

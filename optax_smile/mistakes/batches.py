@@ -93,10 +93,10 @@ def checks(batches: Sequence[object], losses: Losses, is_whole: bool) -> Iterato
     sizes = unequal([num_examples(batch, losses.per_chain) for batch in batches])
     if len(batches) > 1:
         yield sizes
-    found = divisors(batches, losses)
-    if sizes.passed and found is not None and found.depends:
-        yield unequal_terms(found)
-    if test := amount(batches, losses, found, is_whole):
+    divided = divisors(batches, losses)
+    if sizes.passed and divided is not None and divided.depends:
+        yield unequal_terms(divided)
+    if test := amount(batches, losses, divided, is_whole):
         yield test
 
 
@@ -111,9 +111,9 @@ def unequal(sizes: Sequence[int | None]) -> Check:
     return Check.of("batch sizes", tuple(map(float, sorted(counts))), 1.0, passed, text, UNEQUAL)
 
 
-def unequal_terms(found: Divisors) -> Check:
+def unequal_terms(divided: Divisors) -> Check:
     """Find a loss that is divided by a number that depends on the batch, such as of real tokens."""
-    low, high, mean = (float(f(found.each)) for f in (np.min, np.max, np.mean))
+    low, high, mean = (float(f(divided.each)) for f in (np.min, np.max, np.mean))
     passed = high <= NEARLY_EQUAL * low
     text = f"`loss_fn` divides by a number of the batch, which is {low:.4g} to {high:.4g}."
     advice = (
@@ -123,7 +123,7 @@ def unequal_terms(found: Divisors) -> Check:
 
 
 def amount(
-    batches: Sequence[object], losses: Losses, found: Divisors | None, is_whole: bool
+    batches: Sequence[object], losses: Losses, divided: Divisors | None, is_whole: bool
 ) -> Check | None:
     """Compare `num_data` with the first batch, and with the whole list; None if it is unknown.
 
@@ -136,7 +136,7 @@ def amount(
     sizes = [num_examples(batch, per_chain) or 0 for batch in batches]
     if not sizes[0] or not isinstance(number, int | float):
         return None
-    terms = found.each if found is not None and found.are_terms else None
+    terms = divided.each if divided is not None and divided.are_terms else None
     first = sizes[0] if terms is None else int(terms[0])
     if number < first or not is_whole or 0 in sizes:
         kind, passed = "tokens" if first > sizes[0] else "examples", number >= first
@@ -156,9 +156,9 @@ def amount(
     what = f" is the {wrong[number]}" if number < distinct * each and number in wrong else ""
     total = examples * each
     others = [] if terms is not None else _tokens(batches, per_chain)
-    if found is not None and terms is None:
+    if divided is not None and terms is None:
         # A mean over outputs is often taken for one over examples.
-        others.append(int(found.number / sizes[0] * examples))
+        others.append(int(divided.number / sizes[0] * examples))
     most = max(MOST_RATIO * total, *(MOST_TOKEN_RATIO * x for x in others), 0)
     passed = not what and number < most
     has = f"{'and' if passed else 'but'} the batches have {total:,.0f} {kind}."

@@ -67,9 +67,9 @@ def loss_of(loss_fn: Callable, has_aux: bool, is_stochastic: bool) -> FullLoss:
             rule = "a function that returns a scalar loss, or with `aux=` a pair (loss, new_aux)"
             _check.fail("loss_fn", rule, f"one that returns {_check.show(result)}")
         result = result if has_aux else (result, None)
-        given, new = (jax.tree.map(jnp.shape, x) for x in (aux, result[1]))
-        if has_aux and jax.tree.flatten(given) != jax.tree.flatten(new):
-            rule = f"a function that returns `new_aux` like `aux`, {_check.cut(given)}"
+        before, new = (jax.tree.map(jnp.shape, x) for x in (aux, result[1]))
+        if has_aux and jax.tree.flatten(before) != jax.tree.flatten(new):
+            rule = f"a function that returns `new_aux` like `aux`, {_check.cut(before)}"
             _check.fail("loss_fn", rule, _check.cut(new))
         return result
 
@@ -112,11 +112,6 @@ class Losses:
         self.compiled = jax.jit(mapped, out_shardings=own)
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether another loss may need arrays that are spread over devices."""
-        return self.specs is not None or bool(self.mesh and parallel.DATA in self.mesh.shape)
-
-    @property
     def num_data(self) -> object:
         """That of the sampler, None without."""
         return (self.settings or {}).get("num_data")
@@ -150,8 +145,8 @@ class Losses:
         shapes = [_check.cut(x) for x in (of_params, jax.tree.map(np.shape, batch))]
         called = f"It was called with the params {shapes[0]} and the batch {shapes[1]} (shapes)."
         advice = f"{called} {self.hint}".rstrip()
-        given = chains, self.put(batch)
-        loss = _check.traced(argument, self.compiled, *given, rule=rule, advice=advice)
+        passed = chains, self.put(batch)
+        loss = _check.traced(argument, self.compiled, *passed, rule=rule, advice=advice)
         is_scalar = getattr(loss, "shape", None) == (self.number,)
         if not is_scalar or not jnp.issubdtype(loss.dtype, jnp.floating):
             of_chain = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape[1:])}", loss)
@@ -162,11 +157,12 @@ class Losses:
 
         Its arguments are `params`, `aux` and `key` of `like`, and the batch of one chain.
         """
-        if self.is_sharded:
+        # Another loss may need arrays that are spread over devices.
+        if self.specs is not None or self.mesh and parallel.DATA in self.mesh.shape:
             return None
         with contextlib.suppress(Exception):
-            given = self.like.params, self.like.aux, self.like.key, batch
-            return jax.make_jaxpr(lambda *given: self.loss(*given)[0])(*given)
+            arguments = self.like.params, self.like.aux, self.like.key, batch
+            return jax.make_jaxpr(lambda *x: self.loss(*x)[0])(*arguments)
 
 
 def warn_of(checks: Iterable[Check]):
@@ -208,8 +204,7 @@ def check_mean(losses: Losses, chains: Any, batch: object) -> Check | str:
 
     def of_part(first: int, stop: int) -> np.ndarray:
         rows = slice(first, stop)
-        part = jax.tree.map(lambda x: x[:, rows] if per_chain else x[rows], batch)
-        return losses(chains, part)
+        return losses(chains, jax.tree.map(lambda x: x[:, rows] if per_chain else x[rows], batch))
 
     try:
         halves = of_part(0, half), of_part(half, 2 * half)
@@ -224,25 +219,25 @@ def check_mean(losses: Losses, chains: Any, batch: object) -> Check | str:
         " the whole (2 for a mean, 1 for a sum)."
     )
     is_sum = abs(ratio - 1) < NEAR_ONE
-    if is_sum and (found := divisors([batch], losses)):
+    if is_sum and (divided := divisors([batch], losses)):
         # The loss is multiplied by the number of all data, so it must not be divided by it as well.
         number = losses.num_data if isinstance(losses.num_data, int | float) else math.inf
-        is_of_all = 2 * half < number and found.constant / number in FACTORS
-        is_sum = is_of_all or not 2 * half <= found.constant <= FACTORS[-1] * found.number
+        is_of_all = 2 * half < number and divided.constant / number in FACTORS
+        is_sum = is_of_all or not 2 * half <= divided.constant <= FACTORS[-1] * divided.number
     return Check.of("mean loss", (ratio,), 1.0, not is_sum, text, SUMMED)
 
 
-def reading(function: str, *given: object) -> Any:
+def reading(function: str, *arguments: object) -> Any:
     """Call a function of `program`; None if there is no program or it fails.
 
     It reads programs of JAX, whose parts change from version to version. That must not end a run.
     """
-    if given[0] is None:
+    if arguments[0] is None:
         return None
     try:
         from optax_smile.mistakes import program
 
-        return getattr(program, function)(*given)
+        return getattr(program, function)(*arguments)
     except Exception:
         LOG.debug("The program of a loss could not be read.", exc_info=True)
         return None
@@ -250,10 +245,10 @@ def reading(function: str, *given: object) -> Any:
 
 def checks(losses: Losses, chains: Any, batch: object) -> Iterator[Check]:
     """Test the program of a loss, unless parameters are sharded."""
-    if losses.is_sharded or not _settings.are_posterior(losses.settings):
-        return
     one = jax.tree.map(lambda x: x[0], batch) if losses.per_chain else batch
     program = losses.program(one)
+    if program is None or not _settings.are_posterior(losses.settings):
+        return
     yield from _of_leaves(losses, program)
     if losses.mesh is None:
         yield from _of_terms(losses, program, chains, batch)
@@ -263,11 +258,11 @@ def _of_leaves(losses: Losses, program: Any) -> Iterator[Check]:
     """Find leaves that the sampler moves, but for which the program of the loss has no gradient."""
     params, received = losses.like.params, find(losses.like.state).last_received()
     moved, paths = _paths.names(params if received is None else received[0]), _paths.names(params)
-    found = reading("reached", program, len(paths))
-    if found is None:
+    uses = reading("reached", program, len(paths))
+    if uses is None:
         yield _skipped("gradients, unread")
         return
-    pairs = [(path, *one) for path, one in zip(paths, found, strict=True) if path in moved]
+    pairs = [(path, *one) for path, one in zip(paths, uses, strict=True) if path in moved]
     stopped = [path for path, is_read, has_gradient in pairs if is_read and not has_gradient]
     unread = [path for path, is_read, _ in pairs if not is_read]
     text = f"`loss_fn` depends on {', '.join(stopped)}, but has no gradient there."
@@ -346,8 +341,8 @@ def divisors(batches: Sequence[object], losses: Losses) -> Divisors | None:
         batch = jax.tree.map(lambda x: x[0], batch) if losses.per_chain else batch
         shapes = str(jax.tree.map(jnp.shape, batch))
         if shapes not in losses.means:
-            found = reading("mean_of", losses.program(batch), batch) if rows else None
-            losses.means[shapes] = found and (found[0], jax.jit(found[1]))
+            mean = reading("mean_of", losses.program(batch), batch) if rows else None
+            losses.means[shapes] = mean and (mean[0], jax.jit(mean[1]))
         if not losses.means[shapes]:
             return None
         mean, others = losses.means[shapes]

@@ -81,7 +81,10 @@ def reached(program: ClosedJaxpr, number: int) -> list[tuple[bool, bool]]:
 
     A gradient that happens to be zero, such as behind a unit that is off, is one.
     """
-    loss, shapes = jaxpr_as_fun(program), [x.aval for x in program.jaxpr.invars]
+    loss, shapes = (
+        jaxpr_as_fun(program),
+        [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in program.jaxpr.invars],
+    )
     places = [i for i in range(number) if _tree.is_floating(shapes[i])]
 
     def change(moves: list[jax.Array], *given: jax.Array) -> jax.Array:

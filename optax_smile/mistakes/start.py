@@ -40,16 +40,16 @@ AUX = dataclasses.replace(parallel.STACKED, text=WITHOUT_KEYS, keys=False)
 
 def require(losses: Losses, chains: Any, batch: object):
     """Require finite losses on the first batch, and chains that differ."""
-    found = losses(chains, batch)
-    if lost := np.flatnonzero(~np.isfinite(found)).tolist():
+    values = losses(chains, batch)
+    if lost := np.flatnonzero(~np.isfinite(values)).tolist():
         if not is_finite(batch):
             _check.fail("batches", "finite", "nan or inf in the first batch")
         rule = "a start at which the loss of every chain is finite"
-        _check.fail("params", rule, f"{found[lost[0]]} in the chains {lost}", NOT_FINITE)
+        _check.fail("params", rule, f"{values[lost[0]]} in the chains {lost}", NOT_FINITE)
     # Also parameters that the loss does not use.
     _check.Tree(finite=True)("params", chains.params)
     # With keys, the loss of each chain has its own.
-    if len({*found.tolist()}) < len(found) and not losses.per_chain and chains.key is None:
+    if len({*values.tolist()}) < len(values) and not losses.per_chain and chains.key is None:
         # They may differ in anything, such as the key of their noise.
         first = _on_host.first_alike(_on_host.local(chains))
         if copies := [chain for chain, like in enumerate(first) if like != chain]:
@@ -80,8 +80,8 @@ def rise(losses: Losses, chains: Any, batch: object) -> Iterator[Check]:
     # The largest possible value, without curvature: for most runs it suffices.
     excess = excess_loss(posterior, np.inf, size)
     if excess > MOST_RISE:
-        given = partial(losses, chains), batch, params, losses(chains, batch)
-        excess = least_excess_loss(posterior, *_moments(*given))
+        moments = _moments(partial(losses, chains), batch, params, losses(chains, batch))
+        excess = least_excess_loss(posterior, *moments)
     passed = excess <= MOST_RISE
     outcome = "should stay near that of the start"
     if not passed:
@@ -164,13 +164,13 @@ def step_size(settings: Options | None, state: object) -> Iterator[Check]:
     yield Check.of("step size", (factor,), MOST_SHORT, not short, text, advice)
 
 
-def shared_keys(own: optax.OptState, params: optax.Params) -> Check:
+def shared_keys(state: optax.OptState, params: optax.Params) -> Check:
     """Find chains of a loop that share their random numbers."""
-    keys = optax.tree.get(own, "key", filtering=lambda _, x: jnp.result_type(x) == jnp.uint32)
-    alike = _on_host.first_alike(_on_host.local(keys if keys is not None else (own, params)))
+    keys = optax.tree.get(state, "key", filtering=lambda _, x: jnp.result_type(x) == jnp.uint32)
+    alike = _on_host.first_alike(_on_host.local(keys if keys is not None else (state, params)))
     copies = tuple(chain for chain, first in enumerate(alike) if first != chain)
-    found = f"chains {list(copies)} use" if copies else "no chains use"
-    text = f"{found} the same random numbers as earlier chains."
+    subject = f"chains {list(copies)} use" if copies else "no chains use"
+    text = f"{subject} the same random numbers as earlier chains."
     advice = "Make their states with `optax_smile.parallel.init(sampler, params, key=...)`."
     values = tuple(float(alike[chain]) for chain in copies)
     return Check("random numbers", copies, values, 0.0, not copies, advice * bool(copies), text)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _check_trees, _tree
+from optax_smile import _check, _check_trees, _paths, _tree
 from optax_smile._packed import State
 from optax_smile._types import T
 from optax_smile.samplers._chain import ChainState, D
@@ -29,7 +29,7 @@ def candidates(params: object) -> optax.Params:
     if others and not jax.tree.leaves(floating):
         path, leaf = others[0]
         rule = "a tree with at least one float32 or float64 array"
-        got = f"{_check.show(leaf)} at {jax.tree_util.keystr(path) or 'the only leaf'}"
+        got = f"{_check.show(leaf)} at {_paths.place(path)}"
         advice = "Convert Python numbers by `jnp.asarray`." if isinstance(leaf, float) else ""
         _check.fail("params", rule, got, advice)
     _check_trees.check_params(floating, smallest=2)
@@ -52,10 +52,10 @@ def select(
     gradients = jax.tree.leaves(updates, is_leaf=_is_none)
     for (path, candidate), gradient in zip(candidates, gradients, strict=True):
         if candidate is None and _tree.is_floating(gradient):
-            rule = f"None at {_place(path)}, which is no leaf of the state"
+            rule = f"None at {_paths.place(path)}, which is no leaf of the state"
             _check.fail("updates", rule, _check.show(gradient))
         if gradient is None and candidate is not None and _has_begun(state):
-            got = f"None at {_place(path)}, where the first call had a gradient"
+            got = f"None at {_paths.place(path)}, where the first call had a gradient"
             _check.fail("updates", "None at the same leaves in every call", got)
 
     sampled = only(updates, known)
@@ -100,11 +100,6 @@ def narrowed(state: ChainState[D], fresh: ChainState[D]) -> ChainState[D]:
 def only(tree: T, other: object) -> T:
     """Put None in the place of leaves where another tree has None."""
     return jax.tree.map(lambda x, y: None if y is None else x, tree, other, is_leaf=_is_none)
-
-
-def _place(path: tuple[object, ...]) -> str:
-    """Name the place of a leaf."""
-    return jax.tree_util.keystr(path) or "the only leaf"
 
 
 def _is_none(leaf: object) -> bool:

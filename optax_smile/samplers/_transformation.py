@@ -43,6 +43,7 @@ POSTERIOR: dict[str, _check.Constraint] = {
 SHARED = POSTERIOR | {"step_size": _check.STEP_SIZE}
 # Wrong names under which loops pass the mean loss; other keywords are for other parts of a chain.
 MISNAMED = ("losses", "loss_value", "mean_loss", "val", "values")
+STATE = "what `init` or `update` of"
 
 
 def sampler(
@@ -146,7 +147,7 @@ def _update(dynamics: Dynamics[Any], run: Callable) -> Callable:
         if reject is not None and (kind != "bool" or np.shape(reject)):
             _check.fail("reject", "a scalar True or False", _check.show(reject))
         if not isinstance(state, State):
-            _check.fail("state", state_of(dynamics.name), _check.show(state))
+            _check.fail("state", f"{STATE} {dynamics.name} returned", _check.show(state))
         check_format("state", state)
         sampled, params = _leaves.select(updates, params, state)
         displacement, after = run(sampled, state, params, value, reject)
@@ -247,7 +248,7 @@ class Dynamics(Generic[D]):
         expected = jax.eval_shape(self.init, known)
         if jax.tree.structure(packed) != jax.tree.structure(expected):
             got = "one of another sampler, or with other settings"
-            _check.fail("state", state_of(self.name), got)
+            _check.fail("state", f"{STATE} {self.name} returned", got)
         state, params = packed.unpack(), jax.tree.map(_tree.strong, params)
         if jax.tree.structure(updates) != jax.tree.structure(known):
             state = _leaves.narrowed(state, self._init(params))
@@ -276,11 +277,6 @@ class Dynamics(Generic[D]):
         typed = jax.random.wrap_key_data(data, impl=jax.random.key_impl(self.seed))
         key, noise_key = jax.random.split(typed)
         return jax.random.key_data(key), noise_key
-
-
-def state_of(name: str) -> str:
-    """The rule for the state that `update` takes."""
-    return f"what `init` or `update` of {name} returned"
 
 
 def posterior_of(arguments: Options) -> Potential:
