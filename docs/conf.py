@@ -28,7 +28,7 @@ include_patterns = ["*.md", "docs/**", "benchmarks/README.md", "benchmarks/notes
 exclude_patterns = [".*", "docs/_*", "out", "build", "dist", "**/__pycache__"]
 nitpicky = True
 # Types of others, and of ours those that are no public names.
-OURS = r"optax_smile\.(stages\..*|parallel\.(Carry|Function))"
+OURS = r"optax_smile\.(stages\..*|parallel\.(Carry|Function)|_types\.T)"
 nitpick_ignore_regex = [("py:.*", rf"(?!optax_smile\b).*|{OURS}")]
 
 # The address of the version that search engines should show, on Read the Docs.
