@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_smile import _check, _tree
+from optax_smile import _check, _paths, _tree
 from optax_smile._types import Tree, Unchecked
 
 # The sampler keeps full-precision parameters: 1 + 1e-3 is 1 in bfloat16 and float16.
@@ -35,7 +35,7 @@ def check_params(params: Tree, smallest: int):
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not hasattr(leaf, "dtype") or leaf.dtype not in PRECISIONS:
             got = getattr(leaf, "dtype", type(leaf).__name__)
-            at = jax.tree_util.keystr(path) or "the only leaf"
+            at = _paths.place(path)
             _check.fail("params", rule, f"{got} at {at}", advice)
     if (number := _tree.size(params)) < smallest:
         _check.fail("params", f"a tree of at least {smallest} parameters", number)
@@ -46,7 +46,7 @@ def check_gradients(updates: Tree, params: Tree, name: str):
     check_alike("updates", updates, params, name)
     for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
         if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.floating):
-            got = f"{_check.show(leaf)} at {jax.tree_util.keystr(path) or 'the only leaf'}"
+            got = f"{_check.show(leaf)} at {_paths.place(path)}"
             _check.fail("updates", "a tree of floating-point gradients", got)
 
 
@@ -58,7 +58,7 @@ def check_alike(argument: str, tree: Tree, expected: Tree, expected_name: str):
     shapes = jax.tree_util.tree_leaves_with_path(expected)
     for (path, want), leaf in zip(shapes, jax.tree.leaves(tree), strict=True):
         if np.shape(leaf) != np.shape(want):
-            at = jax.tree_util.keystr(path) or "the only leaf"
+            at = _paths.place(path)
             rule = f"of shape {np.shape(want)} at {at}, as {expected_name}"
             _check.fail(argument, rule, np.shape(leaf))
 

@@ -22,12 +22,12 @@ def map_sampled(function: Callable, sampled: Tree, params: Tree) -> Tree:
     seen = _by_names(sampled)
 
     def leaf(path, x):
-        if (at := _names(path)) not in seen:
+        if (own := _names(path)) not in seen:
             return x
-        move = seen.pop(at)
+        move = seen.pop(own)
         if jnp.shape(x) != jnp.shape(move) or getattr(x, "dtype", None) != move.dtype:
-            place = jax.tree_util.keystr(path)
-            rule = f"a tree like the one given to `init`, with {_check.show(move)} at {place}"
+            at = jax.tree_util.keystr(path)
+            rule = f"a tree like the one given to `init`, with {_check.show(move)} at {at}"
             raise Misfit(rule, _check.show(x))
         return function(move, x)
 
@@ -82,7 +82,11 @@ def name(path: Iterable[Iterable[str | int]], separator: str = "/") -> str:
     return separator.join(str(entry).translate(str.maketrans(codes)) for _, entry in path)
 
 
+def place(path: tuple) -> str:
+    """Write a path as code; a leaf without one is the only leaf."""
+    return jax.tree_util.keystr(path) or "the only leaf"
+
+
 def names(tree: Tree) -> list[str]:
     """Name the leaves of a tree by their paths."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [jax.tree_util.keystr(path) or "the only leaf" for path, _ in leaves]
+    return [place(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

@@ -46,14 +46,12 @@ def are_posterior(settings: Mapping[str, object] | None) -> bool:
 
 def origin(settings: Mapping[str, object] | None) -> str:
     """Say what draws are that are no posterior draws."""
-    is_chosen = settings == CHOSEN
-    return "draws chosen by their indices" if is_chosen else "iterates of an optimizer"
+    return "draws chosen by their indices" if settings == CHOSEN else "iterates of an optimizer"
 
 
 def of(transformation: optax.GradientTransformation, params: optax.Params) -> Options | None:
     """Return name and arguments of a sampler, also in a wrapper, as JSON types; None without."""
-    described = {x: _describe(value) for x, value in given(transformation, params).items()}
-    return described or None
+    return {x: _describe(value) for x, value in given(transformation, params).items()} or None
 
 
 def given(transformation: optax.GradientTransformation, params: optax.Params) -> Options:

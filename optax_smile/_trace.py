@@ -28,8 +28,7 @@ def of_draws(trace: Mapping[str, ArrayLike], num_draws: int) -> dict[str, np.nda
     if len(ticks) < num_draws:
         rule = f"at most {len(ticks)}, the number of draws in the trace"
         _check.fail("num_draws", rule, num_draws)
-    ticks = ticks[-num_draws:]
-    return {name: values[:, ticks] for name, values in arrays.items()}
+    return {name: values[:, ticks[-num_draws:]] for name, values in arrays.items()}
 
 
 def read(trace: Mapping[str, ArrayLike], *names: str) -> list[np.ndarray]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _table, _tree
+from optax_smile import _check, _paths, _table, _tree
 from optax_smile._types import LogPrior, Tree
 
 # The prior's mean is the start of the chain.
@@ -98,7 +98,7 @@ def check_prior(potential: Potential, params: optax.Params):
         shapes = jax.tree_util.tree_leaves_with_path(params)
         for (path, leaf), value in zip(shapes, jax.tree.leaves(spread), strict=True):
             if jnp.shape(value) not in ((), leaf.shape):
-                at = jax.tree_util.keystr(path) or "the only leaf"
+                at = _paths.place(path)
                 rule = f"a number or of the shape {leaf.shape} at {at}"
                 _check.fail(argument, rule, jnp.shape(value))
     if potential.log_prior is not None:

@@ -205,8 +205,7 @@ class Chains:
 
     def num_gradients(self) -> int:
         """Wait for the chains, and return how many gradients their samplers have received."""
-        counts = self._record(self._carry)[0]["num_gradients"]
-        return int(np.max(_on_host.everywhere(counts)))
+        return int(np.max(_on_host.everywhere(self._record(self._carry)[0]["num_gradients"])))
 
     def draw(self) -> Tree:
         """Return the last accepted step ends, `[chain, ...]`."""

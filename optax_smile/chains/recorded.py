@@ -25,10 +25,10 @@ from optax_smile._warn import warn
 from optax_smile.chains import _directory
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
-from optax_smile.mistakes.gradients import STOPPED
+from optax_smile.mistakes import gradients
+from optax_smile.mistakes.loss import warn_of
 
 REPEAT = "Use the same data, seeds and program. For another fit, choose a new directory."
-LEAST_SEEN = 20  # Draws at which a gradient may be zero by accident.
 SKIPPING = {"exploration", "adapt_steps"}  # Arguments of samplers with steps without draws.
 
 
@@ -308,9 +308,8 @@ class _Recorder:
         if np.any(draws.trace["is_altered"]):
             raise ValueError("`draws`: the loop changed the updates. These are no posterior draws.")
         resting = [x for x in self.leaves if x in self.sampled and x not in self.driven]
-        if resting and self.num_seen >= LEAST_SEEN:
-            zero = f"the gradient of {', '.join(resting)} was zero at all {self.num_seen} draws"
-            warn(f"`draws`: {zero}. {STOPPED}")
+        with _check.called("draws"):
+            warn_of([gradients.resting(resting, self.num_seen)])
         if self.is_blind:
             blind = "changes of the updates, which make draws wrong, go unnoticed"
             warn(f"`draws`: the loop does not pass `params` to `update`, so that {blind}.")

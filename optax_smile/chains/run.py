@@ -295,8 +295,7 @@ class Run:
                 the batches ran out before the first draw; see also `sample`.
             KeyboardInterrupt: after Ctrl-C or SIGTERM and a checkpoint.
         """
-        making = self.making(num_draws, thin)
-        return (_on_host.local(self._draw) for _ in making)
+        return (_on_host.local(self._draw) for _ in self.making(num_draws, thin))
 
     def making(self, num_draws: int, thin: int) -> Iterator[None]:
         """Make draws as `draws` does, and pause after each, without copies for the caller."""

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from optax_smile import _check
 from optax_smile._bar import Bar
-from optax_smile._types import Batch, Output, Tree
+from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains.run import EXIT, BatchPer, Interrupted, Run
 from optax_smile.draws._format import StoredDtype
@@ -150,27 +150,13 @@ def sample(
         >>> draws.params["w"].shape
         (3, 5, 2)
     """
+    given: Options = {"key": key, "aux": aux, "stochastic": stochastic, "per_chain": per_chain}
+    given |= {"batch_per": batch_per, "control_variate": control_variate, "mesh": mesh}
+    given |= {"steps_per_dispatch": steps_per_dispatch, "specs": specs, "directory": directory}
+    given |= {"check": check, "checkpoint_minutes": checkpoint_minutes, "dtype": dtype}
     with (
         _check.called("sample", "Run", "Run.advance", "Run.draws"),
-        Run(
-            loss_fn,
-            params,
-            batches,
-            sampler,
-            key=key,
-            aux=aux,
-            stochastic=stochastic,
-            per_chain=per_chain,
-            batch_per=batch_per,
-            control_variate=control_variate,
-            steps_per_dispatch=steps_per_dispatch,
-            mesh=mesh,
-            specs=specs,
-            directory=directory,
-            check=check,
-            checkpoint_minutes=checkpoint_minutes,
-            dtype=dtype,
-        ) as run,
+        Run(loss_fn, params, batches, sampler, **given) as run,
         Bar(num_warmup + num_draws * thin, "sampling", progress) as bar,
         run.heeding(),
     ):

@@ -199,8 +199,7 @@ class Values(tuple[float, ...]):
     """Numbers that are formatted as their range, such as "0.1 to 0.3"."""
 
     def __format__(self, form: str) -> str:
-        ends = dict.fromkeys(format(end(self), form) for end in (min, max) if self)
-        return " to ".join(ends)
+        return " to ".join(dict.fromkeys(format(end(self), form) for end in (min, max) if self))
 
 
 def failing(

@@ -243,8 +243,7 @@ class Predictor:
             each = self._concatenate(self._draws)
             each = jax.tree.map(lambda x: x.reshape(*axes, *x.shape[1:]).swapaxes(0, 1), each)
         kinds = (name for name in ("variance", "entropy") if getattr(self.likelihood, name))
-        average = self._concatenate(averages)
-        return average._replace(uncertainty=next(kinds, None), each=each)
+        return self._concatenate(averages)._replace(uncertainty=next(kinds, None), each=each)
 
     @_check.called("Predictor")
     def _require_fit(self, params: Tree):
@@ -342,8 +341,7 @@ class Predictor:
             log_density=density,
         )
         # Integers and booleans are averaged as numbers.
-        outcome = jax.tree.map(lambda x: _in_full_precision(1.0 * x), outcome)
-        return outcome, form_of(read, outputs)
+        return jax.tree.map(lambda x: _in_full_precision(1.0 * x), outcome), form_of(read, outputs)
 
     def _evaluate(self):
         """Run the waiting snapshots, each on its row of devices; ignore results of idle rows."""
@@ -427,8 +425,7 @@ class Average(NamedTuple):
 
     def add(self, outcome: Outcome, form: jax.Array, number: jax.Array) -> Average:
         """Add one snapshot; a negative `number` leaves the average unchanged."""
-        joined = self.join(_average_of(outcome, form, number))
-        return optax.tree.where(number >= 0, joined, self)
+        return optax.tree.where(number >= 0, self.join(_average_of(outcome, form, number)), self)
 
     def join(self, other: Average) -> Average:
         """Combine two averages into the average over the snapshots of both.

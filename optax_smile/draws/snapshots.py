@@ -127,7 +127,7 @@ class Snapshots:
         params = _stacked("draws", draws, num_chains)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if len(wrong := np.argwhere(~np.isfinite(leaf))):
-                at = f"{jax.tree_util.keystr(path) or 'the only leaf'} of chain {wrong[0][0]}"
+                at = f"{_paths.place(path)} of chain {wrong[0][0]}"
                 _check.fail(f"draws[{wrong[0][1]}]", "finite", f"nan or inf at {at}")
         if trace is None:
             return Snapshots(params)

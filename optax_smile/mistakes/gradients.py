@@ -26,8 +26,8 @@ MOST_ALTERED = 0.01  # Share of the calls that may look altered by accident.
 # Share of the calls with a clipped or non-finite gradient above which to warn.
 MOST_CLIPPED, MOST_NONFINITE_CALLS = 0.01, 0.001
 LOST = "These steps were rejected, and `aux` stays as it was. Are there batches of one example?"
-# Fewer calls that move leaves uphill may be an accident.
-LEAST_UPHILL = 8
+# Fewer calls that move leaves uphill, or draws at which a gradient is zero, may be an accident.
+LEAST_UPHILL, LEAST_SEEN = 8, 20
 BEFORE = (
     "Remove what comes before the sampler. A sampler has no learning rate, and its prior replaces"
     " weight decay. Only `optax.clip_by_global_norm` may go before it."
@@ -225,6 +225,13 @@ def lost_numbers(seen: Gradients, aux: Tree) -> Iterator[Check]:
         text = f"`aux` would not be finite at {at} after {share:.2%} of the calls of `loss_fn`."
         text = text if share else "none."
         yield Check.of("auxiliary state", (share,), 0.0, not share, text, LOST)
+
+
+def resting(leaves: Sequence[str], num_draws: int) -> Check:
+    """Find leaves whose gradient was zero at all draws."""
+    passed = not leaves or num_draws < LEAST_SEEN
+    text = f"the gradient of {', '.join(leaves)} was zero at all {num_draws} draws."
+    return Check.of("gradients", (float(len(leaves)),), 0.0, passed, text, STOPPED)
 
 
 def adds_gradients(seen: Gradients) -> bool:

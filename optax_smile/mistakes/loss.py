@@ -112,11 +112,6 @@ class Losses:
         self.compiled = jax.jit(mapped, out_shardings=own)
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether another loss may need arrays that are spread over devices."""
-        return self.specs is not None or bool(self.mesh and parallel.DATA in self.mesh.shape)
-
-    @property
     def num_data(self) -> object:
         """That of the sampler, None without."""
         return (self.settings or {}).get("num_data")
@@ -162,7 +157,8 @@ class Losses:
 
         Its arguments are `params`, `aux` and `key` of `like`, and the batch of one chain.
         """
-        if self.is_sharded:
+        # Another loss may need arrays that are spread over devices.
+        if self.specs is not None or self.mesh and parallel.DATA in self.mesh.shape:
             return None
         with contextlib.suppress(Exception):
             arguments = self.like.params, self.like.aux, self.like.key, batch
@@ -208,8 +204,7 @@ def check_mean(losses: Losses, chains: Tree, batch: Batch) -> Check | str:
 
     def of_part(first: int, stop: int) -> np.ndarray:
         rows = slice(first, stop)
-        part = jax.tree.map(lambda x: x[:, rows] if per_chain else x[rows], batch)
-        return losses(chains, part)
+        return losses(chains, jax.tree.map(lambda x: x[:, rows] if per_chain else x[rows], batch))
 
     try:
         halves = of_part(0, half), of_part(half, 2 * half)
@@ -250,10 +245,10 @@ def reading(function: str, *arguments: Tree) -> Tree:
 
 def checks(losses: Losses, chains: Tree, batch: Batch) -> Iterator[Check]:
     """Test the program of a loss, unless parameters are sharded."""
-    if losses.is_sharded or not _settings.are_posterior(losses.settings):
-        return
     one = jax.tree.map(lambda x: x[0], batch) if losses.per_chain else batch
     program = losses.program(one)
+    if program is None or not _settings.are_posterior(losses.settings):
+        return
     yield from _of_leaves(losses, program)
     if losses.mesh is None:
         yield from _of_terms(losses, program, chains, batch)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _check_trees, _joined, _places, _settings, _tree, potential
+from optax_smile import _check, _check_trees, _joined, _paths, _places, _settings, _tree, potential
 from optax_smile._packed import State, pack
 from optax_smile._types import Options, StepSize, Tree, Unchecked
 from optax_smile.potential import PerParameter, Potential
@@ -44,7 +44,7 @@ POSTERIOR: dict[str, _check.Constraint] = {
 SHARED = POSTERIOR | {"step_size": _check.STEP_SIZE}
 # Wrong names under which loops pass the mean loss; other keywords are for other parts of a chain.
 MISNAMED = ("losses", "loss_value", "mean_loss", "val", "values")
-OF_INIT = "the one given to init"
+OF_INIT, STATE = "the one given to init", "what `init` or `update` of"
 
 
 def sampler(
@@ -148,7 +148,7 @@ def _update(dynamics: Dynamics, run: Callable) -> Callable:
         if reject is not None and (kind != "bool" or np.shape(reject)):
             _check.fail("reject", "a scalar True or False", _check.show(reject))
         if not isinstance(state, State):
-            _check.fail("state", state_of(dynamics.name), _check.show(state))
+            _check.fail("state", f"{STATE} {dynamics.name} returned", _check.show(state))
         check_format("state", state)
         known = state.like_params
         sampled, params = select(updates, params, known)
@@ -254,7 +254,7 @@ class Dynamics:
         expected = jax.eval_shape(self.init, known)
         if jax.tree.structure(packed) != jax.tree.structure(expected):
             got = "one of another sampler, or with other settings"
-            _check.fail("state", state_of(self.name), got)
+            _check.fail("state", f"{STATE} {self.name} returned", got)
         state, params = packed.unpack(), jax.tree.map(_tree.strong, params)
         if jax.tree.structure(updates) != jax.tree.structure(known):
             lost = state.has_lost_leaf | (state.last_update.num_gradients > 0)
@@ -284,11 +284,6 @@ class Dynamics:
         typed = jax.random.wrap_key_data(data, impl=jax.random.key_impl(self.seed))
         key, noise_key = jax.random.split(typed)
         return jax.random.key_data(key), noise_key
-
-
-def state_of(name: str) -> str:
-    """The rule for the state that `update` takes."""
-    return f"what `init` or `update` of {name} returned"
 
 
 def posterior_of(arguments: Options) -> Potential:
@@ -346,7 +341,7 @@ def candidates(params: Unchecked) -> Tree:
     if others and not jax.tree.leaves(floating):
         path, leaf = others[0]
         rule = "a tree with at least one float32 or float64 array"
-        got = f"{_check.show(leaf)} at {jax.tree_util.keystr(path) or 'the only leaf'}"
+        got = f"{_check.show(leaf)} at {_paths.place(path)}"
         advice = "Convert Python numbers by `jnp.asarray`." if isinstance(leaf, float) else ""
         _check.fail("params", rule, got, advice)
     _check_trees.check_params(floating, smallest=2)
@@ -368,7 +363,7 @@ def select(
     gradients = jax.tree.leaves(updates, is_leaf=_is_none)
     for (path, candidate), gradient in zip(candidates, gradients, strict=True):
         if candidate is None and _tree.is_floating(gradient):
-            rule = f"None at {_place(path)}, which is no leaf of the state"
+            rule = f"None at {_paths.place(path)}, which is no leaf of the state"
             _check.fail("updates", rule, _check.show(gradient))
 
     sampled = only(updates, known)
@@ -397,7 +392,7 @@ def require_all(updates: optax.Updates, known: optax.Params):
     leaves = jax.tree_util.tree_leaves_with_path(known, is_leaf=_is_none)
     for (path, leaf), gradient in zip(leaves, gradients, strict=True):
         if leaf is not None and gradient is None:
-            got = f"None at {_place(path)}, where the first call had a gradient"
+            got = f"None at {_paths.place(path)}, where the first call had a gradient"
             _check.fail("updates", "None at the same leaves in every call", got)
 
 
@@ -415,11 +410,6 @@ def take_over(state: Tree, fresh: Tree) -> Tree:
 def only(tree: Tree, other: Tree) -> Tree:
     """Put None in the place of leaves where another tree has None."""
     return jax.tree.map(lambda x, y: None if y is None else x, tree, other, is_leaf=_is_none)
-
-
-def _place(path: Tree) -> str:
-    """Name the place of a leaf."""
-    return jax.tree_util.keystr(path) or "the only leaf"
 
 
 def _is_none(leaf: object) -> bool:

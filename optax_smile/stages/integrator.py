@@ -86,8 +86,7 @@ def step_start(state: MomentumState, params: optax.Params, inverse_scale: _tree.
     """Parameters at the start of the open step, given the scale of its drift; else `params`."""
     is_open = state.drift_index > 0
     if state.anchor is not None:
-        began = state.anchor
-        return _paths.map_sampled(lambda x, at: jnp.where(is_open, x, at), began, params)
+        return _paths.map_sampled(lambda x, at: jnp.where(is_open, x, at), state.anchor, params)
     drifted = drift(state.direction, jnp.where(is_open, state.step_length, 0), inverse_scale)
     return _paths.map_sampled(lambda move, x: x - move, drifted, params)
 

@@ -131,8 +131,7 @@ def _on_grid(leaf: jax.Array) -> jax.Array:
     """Read all numbers on the grid."""
     grid = _grid(leaf.shape)
     stops = [(number - 1) * stride + 1 for number, stride in grid]
-    strides = [stride for _, stride in grid]
-    return jax.lax.slice(leaf, [0] * leaf.ndim, stops, strides).reshape(-1)
+    return jax.lax.slice(leaf, [0] * leaf.ndim, stops, [stride for _, stride in grid]).reshape(-1)
 
 
 def _grid(shape: tuple[int, ...]) -> list[tuple[int, int]]:
