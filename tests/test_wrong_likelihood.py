@@ -159,6 +159,11 @@ WRONG: dict[str, Any] = {
     "a choice": (altered(chosen), REAL, "gradients"),
     "a frozen layer in a loop": (altered(looped), REAL, "gradients"),
     "a frozen layer in a branch": (altered(branched), REAL, "gradients"),
+    "a frozen layer of its own backward pass": (
+        altered(lambda w: straight_through(detached(w))),
+        REAL,
+        "gradients",
+    ),
     "a frozen layer that is computed again": (jax.checkpoint(altered(detached)), REAL, "gradients"),
 }
 SENTENCES = {

@@ -81,28 +81,25 @@ def reached(program: ClosedJaxpr, number: int) -> list[tuple[bool, bool]]:
 
     A gradient that happens to be zero, such as behind a unit that is off, is one.
     """
-    loss, shapes = (
-        jaxpr_as_fun(program),
-        [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in program.jaxpr.invars],
-    )
+    shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in program.jaxpr.invars]
     places = [i for i in range(number) if _tree.is_floating(shapes[i])]
 
-    def change(moves: list[jax.Array], *given: jax.Array) -> jax.Array:
-        def at(*moved: jax.Array) -> jax.Array:
-            rest = iter(moved)
-            return loss(*(next(rest) if i in places else x for i, x in enumerate(given)))[0]
+    def gradients(change: jax.Array, *given: jax.Array) -> list[jax.Array]:
+        def loss(moving: list[jax.Array]) -> jax.Array:
+            rest = dict(zip(places, moving, strict=True))
+            return jaxpr_as_fun(program)(*(rest.get(i, x) for i, x in enumerate(given)))[0]
 
-        return jax.jvp(at, [given[i] for i in places], moves)[1]
+        return jax.vjp(loss, [given[i] for i in places])[1](change)[0]
+
+    (loss,) = program.out_avals
+    backwards = jax.make_jaxpr(gradients)(jax.ShapeDtypeStruct(loss.shape, loss.dtype), *shapes)
+
+    def has_gradient(place: int) -> bool:
+        # Whether a change of the loss is used for it.
+        return dce_jaxpr(backwards.jaxpr, [place == x for x in places])[1][0]
 
     _, reads = dce_jaxpr(program.jaxpr, [True])
-    try:
-        changes = jax.make_jaxpr(change)([shapes[i] for i in places], *shapes)
-        _, moves = dce_jaxpr(changes.jaxpr, [True])
-    except TypeError:
-        # A function with a backward pass of its own has no forward mode, but may have a gradient.
-        moves = [True] * number
-    moving = {i for i, moves_loss in zip(places, moves, strict=False) if moves_loss}
-    return [(reads[i], i in moving) for i in range(number)]
+    return [(reads[i], i in places and has_gradient(i)) for i in range(number)]
 
 
 class Mean(NamedTuple):
