@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from optax_smile import _check, _disk, _settings, diagnostics, plots
-from optax_smile.draws._checks import PREDICTION
+from optax_smile.draws._constraints import PREDICTION
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import StoredSnapshots, load_snapshots
 

@@ -189,7 +189,7 @@ def center_at(
     full = _AllData(loss_fn, params, batches, sampler)
     point, why = full.at(full.start), ""
     if len(point.entries) <= LARGEST_HESSIAN:
-        why, _ = full.judge(point, *full.curvatures(point))
+        why, _ = full.assess(point, *full.curvatures(point))
     if why:
         warn(f"`center_at`: {why}")
     return point.center
@@ -258,7 +258,7 @@ def search(
                     break
         if not is_lower:
             # Near enough, too many passes, or no decrease beyond rounding.
-            return last.center, *full.judge(last, curvatures, axes)
+            return last.center, *full.assess(last, curvatures, axes)
 
 
 def _of_batch(loss_fn: Loss) -> Callable[[object, object], tuple[jax.Array, optax.Updates]]:
@@ -377,7 +377,7 @@ class _AllData:
             hessian = -np.eye(len(hessian))
         return np.linalg.eigh((hessian + hessian.T) / 2)
 
-    def judge(self, point: _Point, curvatures: np.ndarray, axes: np.ndarray) -> tuple[str, bool]:
+    def assess(self, point: _Point, curvatures: np.ndarray, axes: np.ndarray) -> tuple[str, bool]:
         """Say what is wrong with a centre, "" if it is a good one, and whether it is a mode."""
         if curvatures.min() <= 0:
             return f"`params` is no mode: the curvature there is not positive. {FAR_OFF}", False

@@ -23,7 +23,7 @@ from optax_smile._types import Options, by_identity
 from optax_smile._warn import warn
 from optax_smile.chains import _optimizer, _renewal
 from optax_smile.chains.run import EXIT, Interrupted, Run
-from optax_smile.draws import _checks as _draw_checks
+from optax_smile.draws import _constraints
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import Predictor
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
@@ -131,7 +131,7 @@ class _Candidates(_check.Constraint):
 @_check.arguments(
     batches=_check.REPEATABLE,
     candidates=_Candidates(),
-    validation=_draw_checks.INPUTS_AND_TARGETS,
+    validation=_constraints.INPUTS_AND_TARGETS,
     num_warmup=_check.Whole(0),
     num_draws=_check.Whole(1),
     thin=_check.Whole(1),

@@ -232,7 +232,7 @@ class _Training:
     def __post_init__(self):
         mesh, members, validation = self.mesh, self.members, self.validation
         steps = _steps(self.loss, self.optimizer, self.patience, validation is None)
-        self.train, self.judge = (parallel.step(step, members, mesh=mesh) for step in steps)
+        self.train, self.validate = (parallel.step(step, members, mesh=mesh) for step in steps)
         with _check.called("warmstart", "parallel.place_batch", batch="validation"):
             held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
         like, hint = _on_host.shapes_of_one(members), advice_on_single(self.batches)
@@ -296,7 +296,7 @@ class _Training:
         if not number:
             rule = "an iterable that yields batches in every epoch, such as a list"
             _check.fail("batches", rule, f"none in epoch {self.epoch}")
-        self.members = self.judge(self.members, self.held_out)
+        self.members = self.validate(self.members, self.held_out)
         loss = np.mean(_on_host.local(self.members.best_loss))
         bar.show(self.epoch, loss=f"{loss:.4f}")
 
@@ -384,7 +384,7 @@ def _steps(
         member = member._replace(params=params, state=state, aux=aux, num_lost=lost)
         return member._replace(key=key, loss=value)
 
-    def judge(member: Members, batch: object) -> Members:
+    def validate(member: Members, batch: object) -> Members:
         value = member.loss
         if not keeps_last:
             # With another one, unchanged weights would have another loss.
@@ -399,7 +399,7 @@ def _steps(
             stale=jnp.where(better, 0, member.stale + 1),
         )
 
-    return train, judge
+    return train, validate
 
 
 WEIGHTS = _check.kind((list, tuple), "a list of at least one parameter tree")

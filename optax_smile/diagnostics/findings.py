@@ -177,7 +177,7 @@ class Check(NamedTuple):
         return Check(kind, (), value, bound, passed, "" if passed else advice, text)
 
 
-class Run(NamedTuple):
+class Facts(NamedTuple):
     """What the checks look at; predictions and log densities are `[chain, draw, input]`."""
 
     paths: Paths
@@ -215,26 +215,26 @@ def failing(
     return Check(kind, chains, tuple(values.tolist()), float(bound), not chains, "", text)
 
 
-def judge(run: Run) -> tuple[Check, ...]:
+def checks(facts: Facts) -> tuple[Check, ...]:
     """Run all tests. A chain that does not converge or move is reported once, by its first finding.
 
     Tests that pass are reported for the chains that have converged and whose numbers are known.
     """
-    rhats = np.array([median_of(chain) for chain in run.rhat_within])
-    drafts = [*_copied(run), *_altered(run)]
+    rhats = np.array([median_of(chain) for chain in facts.rhat_within])
+    drafts = [*_copied(facts), *_altered(facts)]
     sick = np.zeros(len(rhats), bool)
-    for draft in joined(_nonfinite(run), _diverged(run), _frozen(run, rhats < HIGH_RHAT)):
+    for draft in joined(_nonfinite(facts), _diverged(facts), _frozen(facts, rhats < HIGH_RHAT)):
         drafts.append(_among(draft, ~sick))
         sick[[*draft.chains]] = True
     arrives = ~sick
     # The path of an altered chain says nothing about the sampler.
-    own = run.trace["num_altered"][:, -1] == 0 if "num_altered" in run.trace else True
-    for draft in _unsettled(run, rhats):
+    own = facts.trace["num_altered"][:, -1] == 0 if "num_altered" in facts.trace else True
+    for draft in _unsettled(facts, rhats):
         drafts.append(_among(draft, arrives & own))
         arrives[[*draft.chains]] = False
-    drafts += [*_mixing(run, arrives), *_stepping(run, sick)]
-    checks = (_completed(draft, run, arrives) for draft in drafts)
-    return tuple(check for check in checks if check.chains)
+    drafts += [*_mixing(facts, arrives), *_stepping(facts, sick)]
+    completed = (_completed(draft, facts, arrives) for draft in drafts)
+    return tuple(check for check in completed if check.chains)
 
 
 def _among(draft: Check, chosen: np.ndarray) -> Check:
@@ -243,18 +243,18 @@ def _among(draft: Check, chosen: np.ndarray) -> Check:
     return draft._replace(chains=chains, passed=not chains)
 
 
-def _completed(draft: Check, run: Run, arrives: np.ndarray) -> Check:
+def _completed(draft: Check, facts: Facts, arrives: np.ndarray) -> Check:
     """Add the advice, and write the numbers of the chains that fail or were tested."""
     chains, advice = draft.chains, ""
     if draft.passed:
         chains = tuple(np.flatnonzero(np.isfinite(draft.value) & arrives).tolist())
     else:
-        chosen_by = chooser(run.settings)
+        chosen_by = chooser(facts.settings)
         advice = ADVICE[draft.kind].format(**STEP_SIZES[chosen_by])
-        if draft.kind in UNDERWAY and chosen_by == "number" and "tuner" in run.settings:
+        if draft.kind in UNDERWAY and chosen_by == "number" and "tuner" in facts.settings:
             advice += GIVEN
-        if draft.kind in SLOW and "change_share" in run.trace:
-            share = np.median(run.trace["change_share"][:, -1])
+        if draft.kind in SLOW and "change_share" in facts.trace:
+            share = np.median(facts.trace["change_share"][:, -1])
             advice += NOISE.format(min(share, 1)) if share > NOISY else ""
     value = Values(draft.value[chain] for chain in chains)
     text = draft.text.format(value, draft.bound)
@@ -271,17 +271,17 @@ def copy_of(paths: Paths) -> np.ndarray:
     return (shared_draws(paths) > MOST_EQUAL * paths.alike.shape[1]).argmax(axis=1)
 
 
-def _copied(run: Run) -> Iterator[Check]:
+def _copied(facts: Facts) -> Iterator[Check]:
     """Yield findings of chains with equal draws, and of others that differ but have equal keys."""
-    first, shared = run.copy_of, shared_draws(run.paths)
+    first, shared = facts.copy_of, shared_draws(facts.paths)
     np.fill_diagonal(shared, 0)
     is_copy = np.bincount(first, minlength=len(first))[first] > 1
     groups = [np.flatnonzero(first == chain).tolist() for chain in np.unique(first[is_copy])]
-    text = f"{{:.0f}} of {run.num_draws} draws equal those of another chain, bit for bit"
-    most = MOST_EQUAL * run.num_draws
+    text = f"{{:.0f}} of {facts.num_draws} draws equal those of another chain, bit for bit"
+    most = MOST_EQUAL * facts.num_draws
     yield failing("copies", is_copy, shared.max(axis=1), most, f"{text}{_listed(groups)}.")
-    if "noise_id" in run.trace:
-        noise = run.trace["noise_id"]
+    if "noise_id" in facts.trace:
+        noise = facts.trace["noise_id"]
         groups = [x for x in chains_with_equal_keys(noise) if not is_copy[x].all()]
         alike = np.isin(np.arange(len(first)), sum(groups, []))
         number = np.where(alike, float(noise.shape[1]), 0.0)
@@ -293,18 +293,18 @@ def _listed(groups: list[list[int]]) -> str:
     return f": {' and '.join(map(str, groups))}" if 0 < len(groups) <= MOST_GROUPS else ""
 
 
-def _altered(run: Run) -> Iterator[Check]:
-    falls = (np.diff(run.trace["num_gradients"]) < 0).sum(axis=1)
+def _altered(facts: Facts) -> Iterator[Check]:
+    falls = (np.diff(facts.trace["num_gradients"]) < 0).sum(axis=1)
     text = "the count of gradients started again {:.0f} times: the state was initialized again."
     yield failing("altered", falls > 0, falls.astype(float), 0, text)
-    if "num_altered" in run.trace:
-        altered, most = run.trace["num_altered"][:, -1], run.trace["num_gradients"][:, -1].max()
+    if "num_altered" in facts.trace:
+        altered, most = facts.trace["num_altered"][:, -1], facts.trace["num_gradients"][:, -1].max()
         text = f"{{:.0f}} of {most:.0f} updates were changed before they reached the parameters."
         yield failing("altered", altered > 0, altered, 0, text)
-    if "gradient_norm" in run.trace and run.num_draws >= LEAST_DRAWS_JUDGED:
-        norms = run.trace["gradient_norm"][:, 1 - run.num_draws :]
+    if "gradient_norm" in facts.trace and facts.num_draws >= LEAST_DRAWS_JUDGED:
+        norms = facts.trace["gradient_norm"][:, 1 - facts.num_draws :]
         # Of rejected calls it is zero, and a chain that hardly moves repeats it.
-        moves = run.paths.moved > LEAST_MOVE * run.paths.norm[:, 1:]
+        moves = facts.paths.moved > LEAST_MOVE * facts.paths.norm[:, 1:]
         norms = np.sort(np.where((norms > 0) & moves, norms, np.nan), axis=1)
         ends = [np.searchsorted(x, x * (1 + SAME_NORM), "right") for x in norms]
         same = np.where(np.isnan(norms), 0, ends - np.arange(norms.shape[1])).max(axis=1)
@@ -314,9 +314,9 @@ def _altered(run: Run) -> Iterator[Check]:
         yield failing("altered", share > MOST_SAME, share, MOST_SAME, text, "above {:.0%}")
 
 
-def _nonfinite(run: Run) -> Iterator[Check]:
+def _nonfinite(facts: Facts) -> Iterator[Check]:
     """Yield findings of non-finite numbers: bad data affect all chains, divergence a single one."""
-    share = _gain(run.trace["num_nonfinite"]) / _gain(run.trace["num_gradients"])
+    share = _gain(facts.trace["num_nonfinite"]) / _gain(facts.trace["num_gradients"])
     text = "{:.2%} of the gradients, their losses or their norms are infinite or NaN."
     is_broken = share > MOST_NONFINITE
     of_all = is_broken & is_broken.all()
@@ -324,35 +324,35 @@ def _nonfinite(run: Run) -> Iterator[Check]:
     yield failing("diverged", is_broken & ~of_all, share, MOST_NONFINITE, text)
 
 
-def _diverged(run: Run) -> Iterator[Check]:
+def _diverged(facts: Facts) -> Iterator[Check]:
     """Yield findings that a chain has left the region of good parameters."""
-    precision, temperature = (run.settings.get(x) for x in ("prior_precision", "temperature"))
+    precision, temperature = (facts.settings.get(x) for x in ("prior_precision", "temperature"))
     prior = 0.0
     # From a start near 0 a chain may grow to the norm of a draw from the prior.
     if isinstance(precision, int | float) and isinstance(temperature, int | float) and precision:
-        prior = np.sqrt(run.paths.size * temperature / precision)
-    expected = np.maximum(run.paths.start_norm, prior)
-    size = _late(run.paths.norm) / expected
+        prior = np.sqrt(facts.paths.size * temperature / precision)
+    expected = np.maximum(facts.paths.start_norm, prior)
+    size = _late(facts.paths.norm) / expected
     # The scale of another prior is unknown.
-    if run.settings.get("log_prior") is None:
+    if facts.settings.get("log_prior") is None:
         text = "the norm of the parameters is {:.3g} times that of the start,"
         text += " or of a draw from the prior if that is larger"
         far = (expected > 0) & (size > DIVERGENCE_RATIO)
         yield failing("diverged", far, size, DIVERGENCE_RATIO, text, "above {:.3g}")
-    if run.density is not None:
+    if facts.density is not None:
         # Compare averages over a third of the draws: single draws may fail at an input where their
         # average does not. Give impossible targets a finite density.
-        third = max(1, run.density.shape[1] // 3)
+        third = max(1, facts.density.shape[1] // 3)
         first, last = (
             np.maximum(log_mean_exp(draws, (1,)), np.finfo(np.float32).min)
-            for draws in (run.density[:, :third], run.density[:, -third:])
+            for draws in (facts.density[:, :third], facts.density[:, -third:])
         )
         # If likelihoods differ a lot between inputs, a small difference means nothing.
         spread = np.subtract(*np.quantile(last, (0.75, 0.25), axis=1))
         far = max(FAR_BELOW, float(np.median(spread)))
         below, fallen = _middle(_others(last) - last), _middle(first - last)
         # A chain that has covered more than half of the way is not settled, given enough draws.
-        closer = (-fallen > below) & (run.density.shape[1] >= LEAST_DRAWS_JUDGED)
+        closer = (-fallen > below) & (facts.density.shape[1] >= LEAST_DRAWS_JUDGED)
         for nats, fails, reference in (
             (below, (below > far) & ~closer, "that of the other chains"),
             (fallen, fallen > far, "that of its first draws"),
@@ -361,22 +361,22 @@ def _diverged(run: Run) -> Iterator[Check]:
             yield failing("diverged", fails, nats, far, text, "above {:.3g}")
 
 
-def _frozen(run: Run, mixes: np.ndarray) -> Iterator[Check]:
+def _frozen(facts: Facts, mixes: np.ndarray) -> Iterator[Check]:
     """Yield findings that a chain moves too little; small steps are harmless if the chain mixes."""
-    if run.num_draws < 2:
+    if facts.num_draws < 2:
         return
-    moves, still = run.paths.moved, (run.paths.moved == 0).sum(axis=1)
+    moves, still = facts.paths.moved, (facts.paths.moved == 0).sum(axis=1)
     half = moves.shape[1] / 2
     text = f"{{:.0f}} of {moves.shape[1]} draws equal the draw before"
     yield failing("frozen", still > half, still, half, text, "above half")
-    below = run.trace["below_resolution"].mean(axis=1)
+    below = facts.trace["below_resolution"].mean(axis=1)
     text = "at {:.0%} of the draws, the step is too short for the precision of the parameters"
     yield failing("frozen", below > 0.5, below, 0.5, text, "above {:.0%}")
     # The largest of the last third, for a schedule that goes in cycles.
-    sizes = run.trace["step_size"]
+    sizes = facts.trace["step_size"]
     size, last = sizes[:, 2 * sizes.shape[1] // 3 :].max(axis=1), _late(moves)
     for text, share in (
-        ("the step size is {:.3g} times the first", size / run.first_step_size),
+        ("the step size is {:.3g} times the first", size / facts.first_step_size),
         ("the step size is {:.3g} times that of other chains", size / _others(size)),
         ("successive draws are {:.3g} times as far apart as in other chains", last / _others(last)),
     ):
@@ -384,56 +384,56 @@ def _frozen(run: Run, mixes: np.ndarray) -> Iterator[Check]:
         yield failing("frozen", low, share, FROZEN_RATIO, text, "below {:.3g}")
 
 
-def _unsettled(run: Run, rhats: np.ndarray) -> Iterator[Check]:
+def _unsettled(facts: Facts, rhats: np.ndarray) -> Iterator[Check]:
     """Yield findings that a chain has not converged."""
-    if "on_its_way" in run.trace:
-        share = _trace.late_share(run.trace["on_its_way"])
+    if "on_its_way" in facts.trace:
+        share = _trace.late_share(facts.trace["on_its_way"])
         text = "the energy was still falling at {:.0%} of the later records"
         yield failing("still on its way", share > 0.5, share, 0.5, text, "above {:.0%}")
-    fall = _fall_of_loss(run)
+    fall = _fall_of_loss(facts)
     text = "from its first to its second half, the loss fell {:.2g} times as far as chance explains"
     yield failing("still on its way", fall > 1, fall, 1.0, text, "above {:.3g}")
-    if run.num_draws >= LEAST_DRAWS_JUDGED:
-        bound = HIGH_WEIGHT_RHAT if run.values is None else HIGH_RHAT
+    if facts.num_draws >= LEAST_DRAWS_JUDGED:
+        bound = HIGH_WEIGHT_RHAT if facts.values is None else HIGH_RHAT
         text = "the median R-hat of the quarters of the chain is {:.2f}"
         yield failing("not settled", rhats > bound, rhats, bound, text, "above {:.3g}")
 
 
-def _fall_of_loss(run: Run) -> np.ndarray:
+def _fall_of_loss(facts: Facts) -> np.ndarray:
     """Compare the mean losses of the halves of a chain; NaN where the numbers are not known.
 
     The energy of a converged chain of d parameters has the standard deviation sqrt(d / 2), so the
     means of its halves differ by less, but for the noise of batches: three deviations of it.
     """
-    losses, size = run.trace["loss"], run.trace["num_parameters"][:, -1]
-    num_data, half = run.settings.get("num_data"), losses.shape[1] // 2
-    if not isinstance(num_data, (int, float)) or run.num_draws < LEAST_DRAWS_JUDGED:
+    losses, size = facts.trace["loss"], facts.trace["num_parameters"][:, -1]
+    num_data, half = facts.settings.get("num_data"), losses.shape[1] // 2
+    if not isinstance(num_data, (int, float)) or facts.num_draws < LEAST_DRAWS_JUDGED:
         return np.full(len(losses), np.nan)
     noise = np.square(np.diff(losses)).mean(axis=1) / half
-    own = size / 2 * (run.trace["temperature"][:, -1] / num_data) ** 2
+    own = size / 2 * (facts.trace["temperature"][:, -1] / num_data) ** 2
     fall = losses[:, :half].mean(axis=1) - losses[:, half:].mean(axis=1)
     return fall / np.sqrt(own + FAR_NOISE**2 * noise)
 
 
-def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Check]:
+def _mixing(facts: Facts, arrived: np.ndarray) -> Iterator[Check]:
     """Yield findings that there are few independent draws, or that the chains disagree."""
-    if run.values is None or run.num_draws < LEAST_DRAWS_JUDGED or not arrived.any():
+    if facts.values is None or facts.num_draws < LEAST_DRAWS_JUDGED or not arrived.any():
         return
-    bound, is_short = GOOD_RHATS[-1], run.num_draws < LEAST_DRAWS_SLOW
+    bound, is_short = GOOD_RHATS[-1], facts.num_draws < LEAST_DRAWS_SLOW
     most = MANY_INPUTS_OF_FEW_DRAWS if is_short else MANY_INPUTS
-    share = np.array([*map(share_above, run.rhat_within)])
+    share = np.array([*map(share_above, facts.rhat_within)])
     # Test all chains together: inputs are correlated, so many may be high by chance in one chain.
-    is_slow = share_above(run.rhat_within[arrived]) > most
+    is_slow = share_above(facts.rhat_within[arrived]) > most
     few = f"fewer than {2 / (bound - 1):.0f} independent draws"
     text = f"{{:.0%}} of the R-hats within the chain are above {bound}, which corresponds to {few}"
     yield failing("slow", arrived & is_slow & (share > most), share, most, text, "above {:.0%}")
-    steady = arrived & (run.copy_of == np.arange(len(arrived)))
+    steady = arrived & (facts.copy_of == np.arange(len(arrived)))
     if not is_slow:
-        yield from _few_independent(run.values, steady)
+        yield from _few_independent(facts.values, steady)
     if steady.sum() < 2:
         return
     chains, apart = np.flatnonzero(steady), np.full(len(steady), np.nan)
-    groups, apart[steady] = _groups(run.values[steady])
+    groups, apart[steady] = _groups(facts.values[steady])
     if len(groups) > 1:
         listed = _listed([chains[x].tolist() for x in groups])
         flagged = f"of the inputs (flagged at {MANY_INPUTS:.0%} or more)"
@@ -445,7 +445,7 @@ def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Check]:
     none = np.zeros_like(steady)
     yield failing("different modes", none, apart, MANY_INPUTS, text, "at {:.0%} or more")
     if not is_slow:
-        across = np.full(len(steady), share_above(rhat(run.values[steady])))
+        across = np.full(len(steady), share_above(rhat(facts.values[steady])))
         text = f"{{:.0%}} of the R-hats across these chains are above {bound}"
         differ = steady & (across > most)
         yield failing("chains differ", differ, across, most, text, "above {:.0%}")
@@ -469,29 +469,29 @@ def _few_independent(values: np.ndarray, steady: np.ndarray) -> Iterator[Check]:
     yield failing("slow", slow, own, least, text, "below {:.3g}")
 
 
-def _stepping(run: Run, sick: np.ndarray) -> Iterator[Check]:
+def _stepping(facts: Facts, sick: np.ndarray) -> Iterator[Check]:
     """Yield findings of high losses, many rejections and a step size that changes."""
-    if "start_loss" in run.trace:
-        losses = run.trace["loss"][:, -run.num_draws :]
-        rise = losses.mean(axis=1) - run.trace["start_loss"][:, -1]
+    if "start_loss" in facts.trace:
+        losses = facts.trace["loss"][:, -facts.num_draws :]
+        rise = losses.mean(axis=1) - facts.trace["start_loss"][:, -1]
         # The loss at the start is that of one batch: its standard deviation between batches.
         noise = np.diff(losses, axis=1).std(axis=1) / np.sqrt(2) if losses.shape[1] > 1 else 0.0
         text = "the loss of the draws minus that of the start is {:.3g} nats per example"
         above = "above {:.3g} plus the standard deviation of the loss between batches"
         has_risen = (rise > MOST_RISE + noise) & ~sick
         yield failing("worse than the start", has_risen, rise, MOST_RISE, text, above)
-    rate, nominal = rejection_rate(run.trace), nominal_rate(run.settings)
+    rate, nominal = rejection_rate(facts.trace), nominal_rate(facts.settings)
     often = rate > np.maximum(MOST_REJECTIONS * nominal, LEAST_REJECTION_RATE)
-    often &= _gain(run.trace["num_rejected"]) >= LEAST_EVENTS
+    often &= _gain(facts.trace["num_rejected"]) >= LEAST_EVENTS
     text, most = "the rate is {:.3g} times the nominal one of `reject_quantile`", MOST_REJECTIONS
     yield failing("rejected steps", often, rate / nominal, most, text, "above {:.3g}")
     # Without a tuner, the step size follows a schedule that the user chose.
-    if chooser(run.settings) not in ("schedule", "number"):
-        trend = step_size_trend(run.trace["step_size"])
+    if chooser(facts.settings) not in ("schedule", "number"):
+        trend = step_size_trend(facts.trace["step_size"])
         changed = np.maximum(trend, 1 / trend)
         text = "it changed by a factor of {:.3g} during the draws"
         # A known width is one in coordinates that change with the matrix of `psmile`.
-        has_matrix = np.isfinite(run.trace["width"][:, -1]) if "width" in run.trace else False
+        has_matrix = np.isfinite(facts.trace["width"][:, -1]) if "width" in facts.trace else False
         has_changed = (changed > MOST_TREND) & ~sick & ~has_matrix
         yield failing("step size", has_changed, changed, MOST_TREND, text, "above {:.3g}")
 

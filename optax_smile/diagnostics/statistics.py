@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check, _paths, _settings, _trace
-from optax_smile.draws._checks import PREDICTION, log_density_of
+from optax_smile.draws._constraints import PREDICTION, log_density_of
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 

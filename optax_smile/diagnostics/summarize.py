@@ -14,9 +14,9 @@ from optax_smile.diagnostics.findings import (
     GOOD_RHATS,
     LEAST_DRAWS_JUDGED,
     Check,
-    Run,
+    Facts,
+    checks,
     copy_of,
-    judge,
     median_of,
     nominal_rate,
     rejection_rate,
@@ -25,7 +25,7 @@ from optax_smile.diagnostics.findings import (
 )
 from optax_smile.diagnostics.paths import walk
 from optax_smile.diagnostics.statistics import LEAST_DRAWS, LEAST_DRAWS_WITHIN, Posterior
-from optax_smile.draws._checks import PREDICTION, log_density_of
+from optax_smile.draws._constraints import PREDICTION, log_density_of
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
@@ -300,9 +300,9 @@ def summary(
         rhat_across = statistics.rhat(values[own]) if len(own) > 1 else rhat_across
     if num_draws >= LEAST_DRAWS_WITHIN and series.shape[2]:
         rhat_within = statistics.rhat_within(series)
-    run = Run(paths, settings, trace, values, density, copies, first_step_size, rhat_within)
+    facts = Facts(paths, settings, trace, values, density, copies, first_step_size, rhat_within)
     with np.errstate(divide="ignore", invalid="ignore"):
-        checks = judge(run)
+        found = checks(facts)
         trend, rejections = step_size_trend(trace["step_size"]), rejection_rate(trace)
     norm = settings.get("norm", "euclidean")
     return Summary(
@@ -324,7 +324,7 @@ def summary(
         lppd=lppd,
         mcse=mcse,
         surplus=(np.nan, np.nan) if prediction is None else _surplus(prediction),
-        checks=checks,
+        checks=found,
     )
 
 

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from optax_smile import _check, _check_trees, parallel
 from optax_smile._types import Options, T
 from optax_smile._warn import warn
-from optax_smile.draws import _checks
+from optax_smile.draws import _constraints
 from optax_smile.draws.likelihoods import Likelihood, Name, are_probabilities, form_of
 from optax_smile.draws.prediction import Outcome, Prediction
 
@@ -27,7 +27,7 @@ Apply = Callable[[Any, Any], object]
 EntropyOf = Callable[[jax.Array], jax.Array] | None
 
 
-@_check.arguments(snapshots=_checks.SNAPSHOTS)
+@_check.arguments(snapshots=_constraints.SNAPSHOTS)
 @_check.on_host
 def predict(
     apply_fn: Apply,
@@ -125,9 +125,9 @@ class Predictor:
     @_check.arguments(
         "Predictor",
         apply_fn=_check.Function("(params, inputs)"),
-        inputs=_checks.Inputs(),
-        likelihood=_checks.Reading(),
-        targets=_checks.Targets(),
+        inputs=_constraints.Inputs(),
+        likelihood=_constraints.Reading(),
+        targets=_constraints.Targets(),
         batch_size=_check.Whole(1) | None,
         num_chains=_check.Whole(1) | None,
         per=_check.OneOf(Per) | None,
@@ -171,7 +171,7 @@ class Predictor:
         self._adds: dict[int, Callable] = {}
         self.restart()
 
-    @_check.arguments("Predictor.update", params=_checks.Numeric())
+    @_check.arguments("Predictor.update", params=_constraints.Numeric())
     @_check.on_host
     def update(self, params: optax.Params) -> None:
         """Add one snapshot, a parameter tree like the first one.

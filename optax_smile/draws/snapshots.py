@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from optax_smile import _check, _check_trees, _disk, _paths, _settings, _table, _trace
 from optax_smile._disk import Json
-from optax_smile.draws import _checks, _format
+from optax_smile.draws import _constraints, _format
 
 # Name and arguments of a sampler.
 Settings = Mapping[str, object]
@@ -71,10 +71,10 @@ class Snapshots:
 
     @_check.arguments(
         "Snapshots",
-        params=_checks.Numeric(axes="[chain, draw, ...]", keys=False),
+        params=_constraints.Numeric(axes="[chain, draw, ...]", keys=False),
         trace=_check.kind(Mapping, "a dict of arrays [chain, tick]"),
         settings=_check.kind(Mapping, "a dict") | None,
-        start=_checks.Numeric(),
+        start=_constraints.Numeric(),
     )
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Snapshots:
 
     @staticmethod
     @_check.arguments(
-        "Snapshots.from_members", params=_checks.Numeric(axes="[member, ...]", keys=False)
+        "Snapshots.from_members", params=_constraints.Numeric(axes="[member, ...]", keys=False)
     )
     def from_members(params: optax.Params) -> Snapshots:
         """Make snapshots of members `[member, ...]` of `warmstart`, each a chain of one draw."""
@@ -237,7 +237,7 @@ class Snapshots:
             _check.fail("log_density", rule, f"shape {density.shape}")
         if number > len(self):
             _check.fail("number", f"at most the {len(self)} draws of all chains", number)
-        density = _checks.of_targets(density).swapaxes(0, 1).reshape(len(self), -1)
+        density = _constraints.of_targets(density).swapaxes(0, 1).reshape(len(self), -1)
         if np.isnan(density).any():
             _check.fail("log_density", "without NaN, except for padding", "NaN")
         bounded, total = np.maximum(density, LOWEST), np.full(density.shape[1], -np.inf)
@@ -446,7 +446,7 @@ def load_snapshots(
 def _stacked(argument: str, trees: Any, num_chains: int | None) -> Any:
     """Stack trees, or a tree of arrays `[draw, ...]`, to arrays `[chain, draw, ...]`."""
     rows: list[object] = []
-    if not _checks.is_list(trees):
+    if not _constraints.is_list(trees):
         _check.Tree(axes="[draw, ...]", keys=False, traced=False)(argument, trees)
         leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, trees))
         trees = (jax.tree.unflatten(structure, x) for x in zip(*leaves, strict=True))
