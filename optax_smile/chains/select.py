@@ -241,11 +241,10 @@ def select(
         return Run(loss_fn, params, batches, sampler, **own, **given)
 
     with _check.called("select", *PARTS, **RENAMED), contextlib.ExitStack() as closing:
-        # As draws are.
         start = Snapshots.from_members(_paths.without_variables(params))
-        inputs, targets = validation
-        read: Options = {"likelihood": likelihood, "targets": targets, "batch_size": batch_size}
-        predictor = Predictor(apply_fn, inputs, num_chains=start.num_chains, **read, **places)
+        read: Options = {"likelihood": likelihood, "targets": validation[1], **places}
+        read |= {"batch_size": batch_size, "num_chains": start.num_chains}
+        predictor = Predictor(apply_fn, validation[0], **read)
         start_lppd = _lppd(predictor, start)
         shapes = _on_host.shapes_of_one(params)
         settings = {name: _settings.of(x, shapes) or {} for name, x in candidates.items()}

@@ -196,7 +196,9 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
 
     def predict(self, X: Any) -> np.ndarray:
         """Predict the most probable classes, `[input]`."""
-        return self.classes_[self.predict_proba(X).argmax(axis=1)]
+        # First, since an estimator that is not fitted has no classes.
+        most = self.predict_proba(X).argmax(axis=1)
+        return self.classes_[most]
 
     def _code(self, y: Any) -> np.ndarray:
         # By equality: NumPy would cut "catfish" to the length of "cat", and round 0.7.
