@@ -81,7 +81,7 @@ class called(contextlib.ContextDecorator):
         self.call = Context(function, frozenset(parts), renamed)
 
     def _recreate_cm(self) -> "called":
-        # A function that is decorated may call itself, and can be pickled.
+        # For each call of a decorated function, since several may run at once.
         return called(self.call.function, *self.call.parts, **self.call.renamed)
 
     def __enter__(self):

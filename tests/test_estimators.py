@@ -144,8 +144,14 @@ def test_parameters_and_clones(classifier):
     copy: Any = clone(classifier)
     assert copy.get_params() == classifier.get_params() and not hasattr(copy, "draws_")
     assert copy.set_params(thin=3).thin == 3 and classifier.thin == SHORT["thin"]
-    with pytest.raises(NotFittedError):
-        copy.predict(X)
+    names = ["predict", "predict_proba", "predict_std", "prediction"]
+    unfitted = [
+        (one, x) for one in (copy, estimators.BayesianRegressor()) for x in names if hasattr(one, x)
+    ]
+    assert len(unfitted) == 6
+    for one, method in unfitted:
+        with pytest.raises(NotFittedError):
+            getattr(one, method)(X)
     refused("features", classifier.predict, X[:, :1])
 
 
