@@ -45,6 +45,7 @@ class Settings:
     pixels: int = 160
     dtype: str = "float32"
     step_size: float | None = None
+    muon_rate: float | None = None  # Train with Muon in place of the script's optimizer.
     test_batch_size: int = 500
     num_letters: int = 400
     steps_per_dispatch: int = 1

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from public_samplers import settings_of
 
 import optax_smile
 from optax_smile import local
@@ -55,6 +56,15 @@ class TestPrior:
         got, expected = update("start"), update(1.0)
         np.testing.assert_array_equal(got["b"], 1)
         np.testing.assert_allclose(got["a"], expected["a"], rtol=1e-6)
+
+    def test_by_norm(self):
+        """At the temperature, the draws of the prior have the norm of the weights."""
+        params = {"k": jnp.full((2, 3, 5), 0.5), "b": jnp.zeros((2, 5))}
+        square = 15 * 0.5**2
+        found = local.norm_precision(params, temperature=0.1)
+        assert 0.1 / found * 20 == pytest.approx(square)
+        with pytest.raises(ValueError, match=r"params=.*not all zero"):
+            local.norm_precision({"w": jnp.zeros((2, 3))})
 
     def test_by_fan_in(self):
         params = {"k": jnp.ones((3, 3, 8, 16)), "b": jnp.ones(16), "s": jnp.ones(())}
@@ -121,6 +131,9 @@ class TestPrecision:
         settings: Any = optax_smile.sample(bowl, EIGHT, BATCHES, **given).settings
         expected = {"prior_mean": "start", "prior_precision": self.of(allowed=0.1)}
         assert expected.items() <= settings.items()
+        settings = settings_of(found["spectral"], {"w": jnp.ones(SIZE)})
+        # Of weights that are one, the temperature.
+        assert settings["prior_precision"] == pytest.approx(settings["temperature"])
 
     def test_wrong_models(self):
         wrong: list[tuple[dict[str, Any], str]] = [

@@ -23,6 +23,7 @@ import nanogpt
 import numpy as np
 import optax
 import resnet
+import rivals
 import vit
 from experiment import Experiment, Settings
 
@@ -56,6 +57,7 @@ HOT_EXCESS = 0.115
 PAPER_TUNING = {"reject_quantile": 0.98, "adapt_probability": 0.1}
 # Settings on which the warm start depends.
 TRAINING = ("num_epochs", "patience", "batch_size", "num_train", "width", "depth", "context")
+TRAINING += ("muon_rate",)
 
 
 def around(cell: records.Cell, settings: Settings, work: Path) -> dict[str, Any]:
@@ -107,6 +109,9 @@ def make_sampler(
         options["temperature"] = optax_smile.cold_temperature(common["num_data"], one)
     elif options.get("temperature") == "hot":
         options["temperature"] = min(2.0, HOT_EXCESS * per_excess)
+    if options.get("prior_precision") == "norm":
+        precision = optax_smile.local.norm_precision(one, options["temperature"])
+        options["prior_precision"] = precision
     if "angle" in options:
         options["tuner"] = optax_smile.angle_tuner(options.pop("angle"))
     if method == "spectral":
@@ -121,7 +126,11 @@ def make_sampler(
 @functools.cache
 def load(task: str, settings: Settings) -> Experiment:
     """Network and data."""
-    return BUILDS[task](settings)
+    built, rate = BUILDS[task](settings), settings.muon_rate
+    if rate is None:
+        return built
+    decay = baselines.DEFAULTS["muon"]["weight_decay"]
+    return built._replace(optimizer=lambda num_steps: rivals.muon(rate, decay))
 
 
 def name_of(*parts: Any) -> str:

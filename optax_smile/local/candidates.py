@@ -10,9 +10,9 @@ import optax
 
 from optax_smile import _check, _on_host
 from optax_smile._types import Options
-from optax_smile.local.precision import curvature_precision
+from optax_smile.local.precision import curvature_precision, norm_precision
 from optax_smile.potential import cold_temperature
-from optax_smile.samplers.smile import psmile
+from optax_smile.samplers.smile import psmile, smile
 from optax_smile.stages.spectral import default_axes
 from optax_smile.stages.step_size import angle_tuner
 
@@ -44,6 +44,8 @@ def network_candidates(
       temperature is 1, it is called `"psmile, long steps"`.
     - `"psmile, around the start"`: with `decoherence_length="turning"`, `angle_tuner(0.1)`, and a
       prior centred at the trained weights, whose precision is that of `curvature_precision`.
+    - `"spectral"`: `smile` with `norm="spectral"` and without `decoherence_length`, at
+      `cold_temperature`, with the prior precision of `norm_precision`.
     - `"optimizer"`: continues training and averages the predictions of its iterates.
     - `"Muon"`: the same with `optax.contrib.muon` at the rate 8e-3, for arrays of two or more axes,
       whose last one has the columns; AdamW at 1e-3 for the others. Weight decay 0.02.
@@ -65,7 +67,7 @@ def network_candidates(
         >>> loss_fn = lambda params, batch: jnp.mean((batch @ params) ** 2)
         >>> given = loss_fn, jnp.ones((2, 3)), [jnp.eye(3)], optax.sgd(0.1)
         >>> list(optax_smile.local.network_candidates(*given, num_data=3, key=0))
-        ['psmile', 'psmile, cold', 'psmile, around the start', 'optimizer', 'Muon']
+        ['psmile', 'psmile, cold', 'psmile, around the start', 'spectral', 'optimizer', 'Muon']
     """
     given = {"num_data": num_data, "allowed": allowed}
     with _check.called("network_candidates", "curvature_precision"):
@@ -73,11 +75,18 @@ def network_candidates(
     make = functools.partial(psmile, num_data=num_data, key=key)
     temperature = cold_temperature(num_data, _on_host.shapes_of_one(params), excess)
     cold = make(temperature=temperature, tuner=angle_tuner(0.3))
+    spectral: Options = {"norm": "spectral", "decoherence_length": None, "temperature": temperature}
     turning: Options = {"decoherence_length": "turning", "tuner": angle_tuner(0.1)}
     return {
         "psmile": make(),
         "psmile, cold" if temperature < 1 else "psmile, long steps": cold,
         "psmile, around the start": make(prior_mean="start", prior_precision=precision, **turning),
+        "spectral": smile(
+            num_data=num_data,
+            key=key,
+            prior_precision=norm_precision(params, temperature),
+            **spectral,
+        ),
         "optimizer": optimizer,
         "Muon": optax.contrib.muon(
             MUON_RATE,

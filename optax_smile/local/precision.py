@@ -1,4 +1,4 @@
-"""Precisions of priors: from the curvature of the loss at trained weights, and by fan-in."""
+"""Precisions of priors: from trained weights, the curvature of the loss there, and by fan-in."""
 
 from __future__ import annotations
 
@@ -22,15 +22,49 @@ from optax_smile.potential import Potential, strength_for
 MOST_BATCHES = 20
 
 
+WEIGHTS = _check.Tree(
+    "a tree of floating-point arrays [chain, ...]",
+    axes="[chain, ...]",
+    traced=False,
+    finite=True,
+    floating=True,
+)
+
+
+@_check.arguments(params=WEIGHTS, temperature=_check.Real(0, open="low", traced=False))
+def norm_precision(params: optax.Params, temperature: float = 1.0) -> float:
+    """Compute the precision of a prior whose draws have the norm of trained weights.
+
+    A cold network trained with few passes has many directions about which the data say little.
+    There a sampler diffuses, and with a weak prior the norm of the weights grows for as long as the
+    run lasts. A draw from the prior N(0, 1 / P) at the temperature T has the expected squared norm
+    T d / P. With P = T d / |w|**2 that is the one of the d trained weights w, so the draws stay at
+    their scale. At this precision, the temperature makes the likelihood cold, but not the prior.
+
+    Args:
+        params: trained networks, each leaf `[chain, ...]`, not all zero.
+        temperature: of the posterior, > 0.
+
+    Returns:
+        P > 0, the temperature over the mean square of all weights, to pass as `prior_precision`.
+
+    Example:
+        >>> import jax.numpy as jnp, optax_smile
+        >>> optax_smile.local.norm_precision({"w": jnp.full((2, 10), 0.5)}, temperature=0.1)
+        0.4
+
+    Source: the rule is ours, see `benchmarks/notes/matrices.md`.
+    """
+    leaves = [np.asarray(x, float) for x in jax.tree.leaves(params)]
+    square = sum(float(np.sum(x**2)) for x in leaves)
+    if not square:
+        _check.fail("params", "weights that are not all zero", "zeros")
+    return temperature * sum(x.size for x in leaves) / square
+
+
 @_check.arguments(
     loss_fn=_check.Function("(params, batch)"),
-    params=_check.Tree(
-        "a tree of floating-point arrays [chain, ...]",
-        axes="[chain, ...]",
-        traced=False,
-        finite=True,
-        floating=True,
-    ),
+    params=WEIGHTS,
     batches=_check.REPEATABLE,
     num_data=_check.Real(1, large=True, traced=False),
     allowed=_check.Real(0, open="low", traced=False),
