@@ -175,6 +175,7 @@ def cells_of(
 ) -> Iterator[tuple[dict[str, Any], Settings]]:
     """Cells of a table, each with its settings."""
     task, methods, swept = TABLES[table]
+    swept = {name: values for name, values in swept.items() if name not in changed}
     variants = [{name: x} for name, values in swept.items() for x in values] or [{}]
     for seed, variant in itertools.product(seeds, variants):
         differs = {**changed, **variant}
