@@ -110,7 +110,7 @@ def make_sampler(
     elif options.get("temperature") == "hot":
         options["temperature"] = min(2.0, HOT_EXCESS * per_excess)
     if options.get("prior_precision") == "norm":
-        precision = optax_smile.local.norm_precision(one, options["temperature"])
+        precision = optax_smile.local.norm_precision(start, options["temperature"])
         options["prior_precision"] = precision
     if "angle" in options:
         options["tuner"] = optax_smile.angle_tuner(options.pop("angle"))
