@@ -28,8 +28,8 @@ from optax_smile.draws.prediction import ROW_SUM_TOLERANCE, Prediction
 NUM_BINS = 15
 # Bisection steps that shrink a bracket to the rounding error of its first width, 2**-53.
 BISECTIONS = 53
-# Range of temperatures of class probabilities.
-COLDEST, HOTTEST = 0.05, 20.0
+# Range of temperatures of class probabilities, and tolerance of their logarithm.
+COLDEST, HOTTEST, TOLERANCE = 0.05, 20.0, 1e-9
 
 
 @dataclass(frozen=True)
@@ -346,9 +346,9 @@ def temperature(prediction: Prediction, targets: ArrayLike) -> float:
     if prediction.uncertainty == "variance":
         loss(0)  # checks the targets
         return float(np.mean((prediction.mean - np.asarray(targets)) ** 2 / prediction.total))
-    ends, options = (math.log(COLDEST), math.log(HOTTEST)), {"xatol": 1e-9}
+    ends, options = (math.log(COLDEST), math.log(HOTTEST)), {"xatol": TOLERANCE}
     best: Any = minimize_scalar(loss, bounds=ends, method="bounded", options=options)
-    if best.x - ends[0] < 1e-6:
+    if loss(ends[0]) <= best.fun:
         rule = f"targets for which the best temperature is above {COLDEST:g}, not all predicted"
         advice = "Predict more held-out inputs, or leave the temperature at 1."
         _check.fail("targets", rule, f"an LPPD that still grows at {COLDEST:g}", advice)
