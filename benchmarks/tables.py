@@ -78,11 +78,13 @@ TABLES["paper"] = paper_rows.table, "", paper_rows.FILES
 # The quickstart.
 QUICK = {x: x for x in ("LPPD", "accuracy", "F1", "Brier", "ECE", "AURC")}
 QUICK |= {"entropy": "entropy, digits", "shuffled": "entropy, shuffled pixels"}
+# With temperatures fitted on validation data.
+TEMPERED, AFTER = ", tempered", ("LPPD", "ECE", "T")
 
 
-def versus(runs: pd.DataFrame, score: str) -> list[str]:
+def versus(runs: pd.DataFrame, score: str, form: str = "") -> list[str]:
     """Means of the ensemble and of `psmile`, and their difference."""
-    theirs, ours = (runs[f"scores.{method}.{score}"] for method in (ENSEMBLE, OURS))
+    theirs, ours = (runs[f"scores.{method}{form}.{score}"] for method in (ENSEMBLE, OURS))
     return [mean(theirs, 4), mean(ours, 4), mean_error(ours - theirs, 4, "+")]
 
 
@@ -90,7 +92,8 @@ def versus(runs: pd.DataFrame, score: str) -> list[str]:
 def quickstart(runs):
     """Scores of both."""
     rows = {"test, mean over seeds": [ENSEMBLE, OURS, "difference, paired"]}
-    return pd.DataFrame(rows | {name: versus(runs, x) for x, name in QUICK.items()}), runs
+    rows |= {name: versus(runs, x) for x, name in QUICK.items()}
+    return pd.DataFrame(rows | {f"{x}, tempered": versus(runs, x, TEMPERED) for x in AFTER}), runs
 
 
 # UCI regression by the protocol *joint*, with no option: fields that most cells lack.
@@ -704,6 +707,11 @@ FIGURES: dict[str, tuple[Callable[..., str], str, Sequence[str]]] = {
     "paper rows": (paper_rows.tally, "", paper_rows.FILES),
     "quickstart LPPD": (lambda runs: versus(runs, "LPPD")[-1], "", ["quickstart_seeds"]),
     "quickstart ECE": (lambda runs: versus(runs, "ECE")[-1], "", ["quickstart_seeds"]),
+    "quickstart tempered": (
+        lambda runs: versus(runs, "ECE", TEMPERED)[-1],
+        "",
+        ["quickstart_seeds"],
+    ),
     "uci wins, scale_adapted_sghmc": (lambda runs: wins(runs, SGHMC), JOINT, ["uci"]),
     "uci losses, psmile_naive": (lambda runs: wins(runs, "psmile_naive", -1), JOINT, ["uci"]),
     "yacht lost": (lost, f"{JOINT} and data == 'yacht' and method == '{OURS}'", ["uci"]),

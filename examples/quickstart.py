@@ -2,7 +2,8 @@
 
 Trains a deep ensemble with AdamW, starts one pSMILE chain from each of its members, and compares
 the two on test data, and on digits with shuffled pixels, which the network never saw: a table, and
-a report with pictures that tells whether the chains can be trusted.
+a report with pictures that tells whether the chains can be trusted. In tempered rows a temperature
+T, fitted on validation data, corrects the confidence.
 
 Data: the 1,797 digits that scikit-learn brings along, averaged to 4 x 4 pixels, where they are hard
 enough to be uncertain about. Half a minute on two cores.
@@ -103,8 +104,8 @@ def run(config: Config, sampler_name: str, directory: Path) -> tuple[dict, Any, 
     """Train, sample, predict; the draws are kept in the directory.
 
     Returns:
-        Scores on test data by method, and the mean entropy (nats) of digits and shuffled pixels;
-        the prediction of the sampler; a plot of the calibration of both.
+        Scores on test data by method, with the mean entropy (nats) of digits and shuffled pixels,
+        and the temperature T; the tempered prediction of the sampler; a plot of the calibration.
     """
     (train, valid, test), network = load(config.seed), Network(config.width)
     key = jax.random.key(config.seed)
@@ -146,13 +147,20 @@ def run(config: Config, sampler_name: str, directory: Path) -> tuple[dict, Any, 
     table, prediction, axes = {}, None, None
     ensemble = optax_smile.Snapshots.from_members(members)
     for name, snapshots in {"deep ensemble": ensemble, sampler_name: draws}.items():
-        prediction = optax_smile.predict(
+        test_prediction = optax_smile.predict(
             logits_of, snapshots, images, likelihood="categorical", targets=labels, per="draw"
         )
-        unseen = optax_smile.predict(logits_of, snapshots, shuffled, likelihood="categorical")
-        table[name] = metrics.score(prediction, labels)
-        table[name] |= {"entropy": prediction.total.mean(), "shuffled": unseen.total.mean()}
-        axes = plots.reliability(prediction.mean, labels, label=name, ax=axes)
+        held_out, unseen = (
+            optax_smile.predict(logits_of, snapshots, x, likelihood="categorical")
+            for x in (valid[0], shuffled)
+        )
+        fitted = metrics.temperature(held_out, valid[1])
+        for row, temperature in {name: 1.0, f"{name}, tempered": fitted}.items():
+            prediction = test_prediction.tempered(temperature)
+            entropies = prediction.total.mean(), unseen.tempered(temperature).total.mean()
+            table[row] = metrics.score(prediction, labels)
+            table[row] |= {"entropy": entropies[0], "shuffled": entropies[1], "T": temperature}
+            axes = plots.reliability(prediction.mean, labels, label=row, ax=axes)
     return table, prediction, axes
 
 
@@ -176,9 +184,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "quickstart"
         table, prediction, axes = run(config, arguments.sampler, directory)
-        print(f"{'test set':15}" + "".join(f"{score:>10}" for score in table["deep ensemble"]))
+        print(f"{'test set':23}" + "".join(f"{score:>9}" for score in table["deep ensemble"]))
         for name, row in table.items():
-            print(f"{name:15}" + "".join(f"{value:10.4f}" for value in row.values()))
+            print(f"{name:23}" + "".join(f"{value:9.4f}" for value in row.values()))
         title = f"Handwritten digits: {arguments.sampler} beside a deep ensemble"
         pictures = {"Dots below the dotted line are overconfident.": axes}
         given = {"title": title, "prediction": prediction, "pictures": pictures}

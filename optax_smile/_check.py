@@ -77,7 +77,7 @@ class called(contextlib.ContextDecorator):
     Inside a call of which the function is a part, they keep the name of the whole.
     """
 
-    def __init__(self, function: str, *parts: str, **renamed: str):
+    def __init__(self, function: str, /, *parts: str, **renamed: str):
         self.call = Context(function, frozenset(parts), renamed)
 
     def _recreate_cm(self) -> "called":

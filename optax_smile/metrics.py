@@ -15,21 +15,21 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
 from optax_smile._types import by_identity
-from optax_smile.draws.prediction import Prediction
+from optax_smile.draws.prediction import ROW_SUM_TOLERANCE, Prediction
 
 # Default number of bins of confidence, as in Guo et al. 2017.
 NUM_BINS = 15
-# Rows of float32 probabilities, averaged over thousands of draws, differ from 1 by less.
-ROW_SUM_TOLERANCE = 1e-3
 # Bisection steps that shrink a bracket to the rounding error of its first width, 2**-53.
 BISECTIONS = 53
+# Range of temperatures of class probabilities, and tolerance of their logarithm.
+COLDEST, HOTTEST, TOLERANCE = 0.05, 20.0, 1e-9
 
 
 @dataclass(frozen=True)
@@ -318,6 +318,41 @@ def crps(mean: ArrayLike, std: ArrayLike, targets: ArrayLike) -> float:
     pairs = zip(mean, std, strict=True)
     between = sum(_mean_absolute(mean - m, np.hypot(std, s)).mean(axis=0) for m, s in pairs)
     return float(np.mean(to_target - between / (2 * len(mean))))
+
+
+@_check.arguments(
+    prediction=_check.kind(Prediction, "the result of `predict`"), targets=_check.Array(dtype=None)
+)
+@_check.called("temperature", "Prediction.tempered", self="prediction")
+def temperature(prediction: Prediction, targets: ArrayLike) -> float:
+    """Fit the temperature with which `prediction.tempered` has the largest LPPD.
+
+    Apply it to other predictions of the same draws. Above 1 they are overconfident. For classes it
+    is at most 20, and an error if it is at most 0.05, as where every label has the largest
+    probability. With a variance it is the mean of squared errors / variance. Use inputs that served
+    neither for sampling nor for the choice of settings.
+
+    Example:
+        >>> import numpy as np
+        >>> held_out = Prediction(np.full((4, 2), [0.9, 0.1]), None, uncertainty="entropy")
+        >>> round(temperature(held_out, [0, 0, 0, 1]), 3)  # 0.9 becomes 0.75
+        2.0
+    """
+    from scipy.optimize import minimize_scalar
+
+    def loss(log_temperature: float) -> float:
+        return -lppd(prediction.tempered(np.exp(log_temperature), targets).log_density)
+
+    if prediction.uncertainty == "variance":
+        loss(0)  # checks the targets
+        return float(np.mean((prediction.mean - np.asarray(targets)) ** 2 / prediction.total))
+    ends, options = (math.log(COLDEST), math.log(HOTTEST)), {"xatol": TOLERANCE}
+    best: Any = minimize_scalar(loss, bounds=ends, method="bounded", options=options)
+    if loss(ends[0]) <= best.fun:
+        rule = f"targets for which the best temperature is above {COLDEST:g}, not all predicted"
+        advice = "Predict more held-out inputs, or leave the temperature at 1."
+        _check.fail("targets", rule, f"an LPPD that still grows at {COLDEST:g}", advice)
+    return float(np.exp(best.x))
 
 
 # Functions that `score` calls, and its arguments that correspond to theirs.

@@ -74,7 +74,7 @@ def write(
         output: the HTML file; None: `report.html` in the directory.
         title: title of the page; None: the name of the sampler.
         prediction: result of `predict(..., per="draw", targets=...)` for these draws, by which
-            `summary` judges the chains; None: by their weights.
+            `summary` judges the chains; None: by their weights. It may be `tempered`.
         pictures: axes with more plots by caption, such as
             `{"Dots below the line are overconfident.": plots.reliability(chances, labels)}`.
 

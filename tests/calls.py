@@ -102,6 +102,8 @@ def values(path) -> dict[str, Any]:
         "Likelihood": {"mean": lambda x: x, "log_density": lambda x, y: x[:, 0]},
         "choose": {"log_density": prediction.each.log_density},
         "metrics.score": {"targets": LABELS},
+        "metrics.temperature": {"targets": np.array([0, 1, 2])},
+        "Prediction.tempered": {"targets": LABELS, "temperature": 2.0},
         **dict.fromkeys(("report.write", "load_snapshots"), {"directory": path}),
         "report.write": {"prediction": few, "directory": path, "pictures": {}},
         "Run.advance": {"trace": True},
@@ -141,6 +143,7 @@ def valid_calls(path) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     noise, run = optax_smile.scale_by_gradient_noise(), optax_smile.Run(loss_fn, *whole, key=KEY)
     called: dict[str, Any] = {name: f for name, f in public_objects() if name not in NOT_CALLED}
     called |= {"Run.advance": run.advance, "Run.draws": run.draws, "choose": snapshots.choose}
+    called |= {"Prediction.tempered": given["prediction"].tempered}
     called |= {"thinned": optax_smile.load_snapshots(path).thinned}
     called |= {"Predictor.update": Predictor(apply_fn, INPUTS, likelihood="categorical").update}
     called |= {f"Snapshots.{x}": getattr(Snapshots, x) for x in ("from_members", "from_draws")}

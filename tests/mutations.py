@@ -195,6 +195,7 @@ _places.py test_noise.py test_reference.py
 _sums.py test_noise.py test_reference.py test_step_cost.py
 diagnostics/* test_diagnostics.py test_what_to_trust.py
 metrics.py test_metrics.py
+draws/prediction.py test_metrics.py test_predict.py
 draws/predict.py test_predict.py devices/test_predict_on_meshes.py
 draws/likelihoods.py test_predict.py
 draws/* test_snapshots.py faults/test_runs.py faults/test_directories.py
@@ -328,6 +329,12 @@ Average.outcome: left 2: total variance without that of the means
 Predictor.finalize: skip 5: draws and chains stay mixed up
 Predictor._concatenate: then 0: padding has a log density
 Predictor._evaluate: left 4: chains on a mesh averaged together
+# draws/prediction.py
+Prediction.tempered: left 16: a tempered density is not normalised
+Prediction.tempered: inverse 11: a vector is taken for classes
+# metrics.py
+temperature: left 0: errors are not in units of the variance
+temperature: never 1: labels that are all predicted have a temperature
 # chains/_centers.py
 Centered.gathered: left 0: parts of the data weigh too much
 Centered.measured: skip 0: noise of random losses forgotten

@@ -240,6 +240,10 @@ def test_confidence_is_compared_with_accuracy(likelihood):
         np.testing.assert_allclose(found.surplus[0], surplus, atol=1e-6)
         assert ("underconfident" in str(found)) == (sharpness < 1)
         assert ("overconfident" in str(found)) == (sharpness > 1)
+        best = optax_smile.metrics.temperature(prediction, targets)
+        after = summary(draws, prediction.tempered(best), max_inputs=2)
+        assert "confident" not in str(after) and after.lppd == found.lppd
+        assert f"temperature of the prediction: {best:.3g};" in str(after)
     # Of two equal probabilities one is right.
     mean, log_density = np.full((2_000, 2), 0.5), np.full(2_000, -np.log(2))
     even = prediction._replace(mean=mean, log_density=log_density)

@@ -150,6 +150,25 @@ def test_bernoulli():
     np.testing.assert_allclose(got.aleatoric, entropy(both).mean((0, 1)), atol=1e-5)
 
 
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
+def test_tempered_densities_are_those_of_the_mean_and_follow_without_targets(likelihood):
+    is_binary, rows = likelihood == "bernoulli", np.arange(NUM_INPUTS)
+    outputs = (lambda params, x: apply_fn(params, x)[:, 0]) if is_binary else apply_fn
+    labels = LABELS % 2 if is_binary else LABELS
+    whole = predict(outputs, SNAPSHOTS, likelihood, labels, per="draw")
+    for temperature in (0.5, 1.0, 3.0):
+        found, back = (
+            whole.tempered(temperature),
+            whole.tempered(temperature).tempered(1 / temperature),
+        )
+        both = np.stack([1 - found.mean, found.mean], axis=1) if is_binary else found.mean
+        np.testing.assert_allclose(found.log_density, np.log(both[rows, labels]), rtol=1e-4)
+        assert optax_smile.metrics.score(found, labels)["LPPD"] == found.log_density.mean()
+        for got, expected in zip(back[:3], whole[:3], strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+        assert found.each is whole.each
+
+
 def test_padding_is_nan_in_every_prediction_and_counts_in_no_score():
     """In pieces, in the ways to ask for parts, and whatever a model says about padding."""
     tokens, inputs = LABELS.reshape(6, 5).copy(), INPUTS.reshape(6, 5, 3)

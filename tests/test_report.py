@@ -85,6 +85,8 @@ def test_what_is_on_the_page(run, draws):
     assert summary.findings and str(summary).partition("\n\n")[0] in page
     assert all(x.text in page and x.advice in page for x in summary.findings)
     assert f"{summary.lppd:.5g}" in page and "Monte Carlo standard error of the LPPD" in page
+    page = report.write(run, prediction=prediction.tempered(2.0)).read_text()
+    assert "temperature of the prediction: 2;" in page
     # Without a prediction, and of tokens.
     page = html.unescape(report.write(run).read_text())
     assert str(diagnostics.summary(draws)).partition("\n\n")[2] in page

@@ -27,11 +27,10 @@ from benchmarks.prediction import network_chains
 from benchmarks.prediction.network_cells import FORMS, TABLES, cells_of
 
 import numpy as np
-from compare import fit_temperature, tempered
 from experiment import Experiment, Settings
 from scipy.special import logsumexp
 
-from optax_smile import metrics
+from optax_smile import Prediction, metrics
 
 
 def averaged(chains: list[np.ndarray]) -> np.ndarray:
@@ -65,10 +64,10 @@ def scores(task: Experiment, chains: Sequence[Mapping[str, np.ndarray]]) -> dict
         held_out = averaged([chain["valid"] for chain in chains])
         probabilities = np.exp(held_out).reshape(-1, held_out.shape[-1])
         valid = averaged([chain["valid_density"] for chain in chains])
-        chosen = fit_temperature(probabilities, task.splits.valid[1].reshape(-1))
-        calibrated = metrics.ece(tempered(mean, chosen), targets)
+        found, other = (Prediction(x, None, uncertainty="entropy") for x in (probabilities, mean))
+        chosen = metrics.temperature(found, task.splits.valid[1].reshape(-1))
         result |= {"valid_lppd": metrics.lppd(valid), "temperature": chosen}
-        result["calibrated_ece"] = calibrated
+        result["calibrated_ece"] = metrics.ece(other.tempered(chosen).mean, targets)
     if "unseen" in chains[0]:
         foreign = np.exp(averaged([chain["unseen"] for chain in chains]))
         entropies = (-np.sum(p * np.log(np.maximum(p, 1e-30)), axis=-1) for p in (mean, foreign))

@@ -64,6 +64,7 @@ class Summary:
         lppd, mcse: the same for all chains together, and its Monte Carlo standard error.
         surplus: accuracy minus mean confidence of the average of all chains, and its standard
             error; NaN without class probabilities. Positive: underconfident.
+        tempered: temperature of a tempered prediction, which acts on `surplus` alone.
         checks: all tests for which there was enough information, passed or not.
     """
 
@@ -85,6 +86,7 @@ class Summary:
     lppd: float
     mcse: float
     surplus: tuple[float, float] = (np.nan, np.nan)
+    tempered: float | None = None
     checks: tuple[Check, ...] = ()
 
     @property
@@ -163,11 +165,15 @@ class Summary:
             number = len(np.unique(self.copy_of)) * num_draws
             notes.append(f"ESS: {size} of {number} draws, median over the predictions")
             notes.append(f"Monte Carlo standard error of the LPPD (all): {error}")
+        if self.tempered is not None:
+            notes.append(f"temperature of the prediction: {self.tempered:.3g}; R-hat, ESS and LPPD")
+            notes.append("  are those of the draws, without it")
         gap, error = self.surplus
         if abs(gap) > max(LARGE_SURPLUS, MOST_ERRORS * error):
             kind = "underconfident" if gap > 0 else "overconfident"
             notes.append(f"{kind}: accuracy minus mean confidence is {gap:+.3f} +- {error:.3f};")
-            notes.append("  fit one temperature to held-out predictions (recipe `calibrate`)")
+            fitted = "metrics.temperature(held_out, held_out_targets)"
+            notes.append(f"  correct it: `prediction.tempered({fitted})`")
         if self.of == "weights":
             notes.append("Predictions matter more than weights. To get their R-hat, ESS and LPPD,")
             notes.append('pass the result of `predict(..., per="draw", targets=...)`.')
@@ -324,6 +330,7 @@ def summary(
         lppd=lppd,
         mcse=mcse,
         surplus=(np.nan, np.nan) if prediction is None else _surplus(prediction),
+        tempered=None if prediction is None else prediction.temperature,
         checks=found,
     )
 
