@@ -51,8 +51,8 @@ LEAST_EVENTS, LEAST_REJECTION_RATE = 10, 0.01
 # Standard deviations of the noise of batches that a falling loss must exceed.
 FAR_NOISE = 3.0
 # `MOST_RISE` for more parameters than examples, the excess that `cold_temperature` allows. With a
-# larger rise, the average of the draws predicted worse than the start, with a smaller one about as
-# well or better: `benchmarks/notes/temperature.md`.
+# larger rise, the average of the draws predicted worse than the start or as well, with a smaller
+# one mostly as well or better: `benchmarks/notes/ladder.md`.
 MOST_RISE_IF_WIDE = 0.08
 # Nats per input by which the modes of one posterior hardly differ: targets 26 % less probable.
 FAR_BELOW = 0.3
