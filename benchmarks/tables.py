@@ -353,6 +353,19 @@ def ladder(runs):
     return rows.reindex(order).rename_axis(["weights", "d / N", "prior"]), runs
 
 
+@table("ladder", query="prior in ['N(0, 1)', 'cold']")
+def rises(runs):
+    """How far the loss of the draws rose, and what their average gained."""
+    runs = ordered(runs, size=("1e4", "1e5", "1e6", "1e7"))
+    rows = runs[["size", "prior", "angle"]].rename(columns={"size": "weights"})
+    rows["d / N"] = numbers(runs["num_parameters"] / runs["num_data"], ".2f")
+    for budget in (3_000, 12_000):
+        for title, entry in (("rise", "loss"), ("gain", "lppd")):
+            change = runs[f"{budget}.{entry}"] - runs[f"ensemble.{entry}"]
+            rows[f"{title}, {budget:,}"] = [number(x, "+.3f") for x in change]
+    return rows, runs
+
+
 @table("ladder")
 def ladder_cells(runs):
     """What was seen at the longest budget of each run."""

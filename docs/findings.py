@@ -182,6 +182,7 @@ SINKS, RESTS = (
     {**KNOWN, "loss": changed([1], ANY, lambda x, by=by: x[1] - by * COUNT / NUM_DRAWS)}
     for by in (0.3, 0.01)
 )
+WIDE_NET = {**KNOWN, "num_parameters": np.full((4, NUM_DRAWS), 1001)}
 DRIFTS = {"mean": shifted([2], RISES * WIDTH)}
 OFTEN = {"num_rejected": changed([0], ANY, COUNT), **FIXED}
 GROWS = {"step_size": changed([1], ANY, np.geomspace(0.01, 0.04, NUM_DRAWS)), **QUANTILE}
@@ -220,6 +221,11 @@ SICK: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
         (1, 3),
         r"1\.99 .* nats .*ged above 1 ",
     ),
+    "worse than the start, of many weights": (
+        {**WIDE_NET, "loss": changed([0, 2], ANY, lambda x: x[[0, 2]] - 0.25)},
+        (1, 3),
+        r"0\.\d+ .* with 1001 parameters and num_data=1000 \(flagged above 0\.08 plus",
+    ),
     "rejected steps": (OFTEN, (0,), r"5 times .* above 3\)"),
     "step size": (GROWS, (1,), r"a factor of 3.07 during .* above 2\)"),
 }
@@ -238,6 +244,8 @@ NEAR: dict[str, tuple[dict[str, Any], set[tuple[str, tuple[int, ...]]]]] = {
     # The loss at the start is that of one batch.
     "a loss of 60 in a tenth": ({"loss": changed(ALL, slice(None, None, 10), 60.0)}, set()),
     "a loss that hardly falls": (RESTS, set()),
+    "a loss above that of few weights": (KNOWN, set()),
+    "a loss of many weights, cold": ({**WIDE_NET, "temperature": np.full((4, 100), 0.5)}, set()),
     "a few inputs": ({"density": shifted([1], -60.0 * (np.arange(NUM_INPUTS) == 7))}, set()),
     # Single draws fail badly at a few inputs each, which their averages do not. On UCI energy the
     # best chain was called diverged for the mean over its draws.

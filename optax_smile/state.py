@@ -19,6 +19,8 @@ STATE_FORMAT = 13
 MOST_NONFINITE = 0.01
 # Nats per example by which draws may be worse than the start: targets 63 % less probable.
 MOST_RISE = 1.0
+# Gradients whose mean loss is that of the start: a network is still near it. After 16 it is not.
+NUM_OF_START = 8
 # Advice about a transformation after the sampler.
 AFTER = (
     "Remove what comes after the sampler: it changes the steps and makes the draws wrong. A sampler"

@@ -152,8 +152,13 @@ def test_auxiliary_state_follows_the_accepted_points():
     np.testing.assert_allclose(got.params["aux"]["sum"][:, -1], [total] * CHAINS, atol=1e-5)
     # The loss of a rejected step is not that of the point where the chain is.
     np.testing.assert_array_equal(got.trace["loss"][:, 4], got.trace["loss"][:, 3])
-    expected = [mean_loss(jax.tree.map(lambda x: x[0], runs.start()), rows[0])]
-    np.testing.assert_allclose(got.trace["start_loss"][0], expected * 8, rtol=1e-6)
+    first = mean_loss(jax.tree.map(lambda x: x[0], runs.start()), rows[0])
+    losses, mean = got.trace["loss"], got.trace["start_loss"]
+    np.testing.assert_allclose(losses[0, 0], first, rtol=1e-6)
+    np.testing.assert_allclose(mean[:, :4], np.cumsum(losses, 1)[:, :4] / [1, 2, 3, 4], rtol=1e-5)
+    # The mean leaves out a loss that is not finite.
+    np.testing.assert_array_equal(mean[:, 4], mean[:, 3])
+    assert np.isfinite(mean).all()
 
 
 def broken(params, batch, *, aux):

@@ -23,7 +23,7 @@ from optax_smile.mistakes.gradients import (
     record_gradient,
 )
 from optax_smile.mistakes.loss import FullLoss, Losses, check_mean, loss_of
-from optax_smile.state import check_place, find, last_accepted, stats
+from optax_smile.state import NUM_OF_START, check_place, find, last_accepted, stats
 
 # Entries of the trace besides the statistics of the sampler.
 LOSSES = ("loss", "start_loss")
@@ -38,7 +38,7 @@ class Chain(NamedTuple):
         aux: auxiliary state of the model at the last accepted point, or None.
         key: key of a stochastic loss, or None.
         loss: loss of a batch at the last accepted step end, scalar.
-        start_loss: loss of the first batch at the start, scalar.
+        start_loss: mean loss of the first `NUM_OF_START` gradients, scalar.
         gradients: record of the gradients.
         centered: control variate, or None.
     """
@@ -259,13 +259,15 @@ def _call_of_chain(
         is_first = now.num_gradients == 1
         past = count_others(chain.gradients, grads, updates, sampler_state, are_lost)
         record = record_gradient(past, grads, value, before, sampler_state)
+        is_early = (now.num_gradients <= NUM_OF_START) & (jnp.isfinite(value) | is_first)
+        change = (value - chain.start_loss) / jnp.maximum(now.num_gradients, 1)
         return Chain(
             params=optax.apply_updates(chain.params, updates),
             state=state,
             aux=optax.tree.where(now.accepted, aux, chain.aux),
             key=key,
             loss=jnp.where(now.accepted & (now.step_end | is_first), value, chain.loss),
-            start_loss=jnp.where(is_first, value, chain.start_loss),
+            start_loss=chain.start_loss + jnp.where(is_early, change, 0),
             gradients=record,
             centered=chain.centered if centered is None else centered,
         )

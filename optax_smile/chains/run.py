@@ -216,8 +216,8 @@ class Run:
     def stats(self) -> dict[str, np.ndarray]:
         """Statistics of the chains now, arrays `[chain]`.
 
-        They are the fields of `optax_smile.stats`, `loss`, and `start_loss`, the loss of the first
-        batch at the start. For an optimizer, step size and energies are NaN.
+        They are the fields of `optax_smile.stats`, `loss`, and `start_loss`, the mean loss of the
+        first eight gradients. For an optimizer, step size and energies are NaN.
         """
         if self._stats is None:
             self._stats, _ = self._chains.record()

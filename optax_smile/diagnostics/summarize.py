@@ -245,7 +245,8 @@ def summary(
     - slow: a chain has few independent draws.
     - different modes: groups of chains predict differently at many inputs.
     - chains differ: there are no such groups, but R-hat across chains is high at many inputs.
-    - worse than the start: the loss is far above that of the start.
+    - worse than the start: the loss is far above that of the start, or somewhat above it where
+      there are more parameters than examples.
     - rejected steps: many more than the `reject_quantile` of the sampler implies.
     - step size: a tuner still changes the step size.
 
