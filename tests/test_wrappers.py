@@ -462,10 +462,10 @@ def linear_loss(params, batch):
     return jnp.mean((batch @ params["w"] + params["b"] - batch.sum(axis=1) - 1) ** 2) / 2
 
 
-def sample(tx):
+def sample(tx, loss=linear_loss):
     start = {"w": jnp.full((2, SIZE), 0.3).at[1].set(0.7), "b": jnp.zeros(2)}
     steps: dict[str, Any] = {"num_warmup": 24, "num_draws": 3, "thin": 4, "key": 0}
-    return optax_smile.sample(linear_loss, start, [*EXAMPLES], tx, progress=False, **steps)
+    return optax_smile.sample(loss, start, [*EXAMPLES], tx, progress=False, **steps)
 
 
 def beside(off):
@@ -510,6 +510,13 @@ def test_sample_refuses_what_changes_the_gradients_before_the_sampler(name):
         found = optax_smile.check(linear_loss, params, [*EXAMPLES], tx).findings
         assert [x.kind for x in found] == ["other leaves"]
     assert "put it before" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_gradients_whose_squares_underflow_are_not_compared():
+    """A network that fits a batch to the bit was refused for their rounding."""
+    tx = optax.chain(optax.scale(1.001), SAMPLER)
+    assert sample(tx, lambda *x: 1e-14 * linear_loss(*x)).num_draws == 3
 
 
 @pytest.mark.parametrize("norm, share", [(1.0, r"\d+\.\d%"), nightly(0.05, r"100\.0%")])

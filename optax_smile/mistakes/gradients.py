@@ -21,6 +21,8 @@ from optax_smile.state import AFTER, AT_REST, SamplerState
 TOLERANCE = 2e-5
 # Relative variation up to which ratios, or the norms of clipped gradients, count as constant.
 CONSTANT = 1e-3
+# Squares of the entries of a shorter gradient underflow: networks that fit a batch to the bit.
+SHORTEST = 1e-12
 MOST_ALTERED = 0.01  # Share of the calls that may look altered by accident.
 # Share of the calls with a clipped or non-finite gradient above which to warn.
 MOST_CLIPPED, MOST_NONFINITE_CALLS = 0.01, 0.001
@@ -151,7 +153,7 @@ def _compare(past: Gradients, received: jax.Array, accepted: jax.Array) -> Gradi
     is_one, rounding = past.num_pending == 1, TOLERANCE * size
     # A gradient whose product with the signs is nearly zero tells nothing.
     is_known = accepted & jnp.all(jnp.isfinite(past.pending)) & jnp.all(jnp.isfinite(received))
-    is_known &= jnp.abs(own) > rounding / CONSTANT
+    is_known &= (jnp.abs(own) > rounding / CONSTANT) & (size > SHORTEST)
     own, size = jnp.where(is_known, own, 1), jnp.where(is_known, size, 1)
     ratio = jnp.where(is_one, jnp.sign(theirs * own) * norm / size, theirs / own)
     is_equal = jnp.abs(theirs - own) <= rounding
