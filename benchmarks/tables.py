@@ -264,7 +264,11 @@ def scale(runs):
     return pd.DataFrame(rows | {"seeds": groups.size()}), runs
 
 
-@table("networks", query="form.str.split().str[0] == 'small'")
+# Of networks that AdamW has trained, and of those that Muon has.
+BY_ADAMW, BY_MUON = "not form.str.contains('muon_rate')", "form.str.contains('muon_rate')"
+
+
+@table("networks", query=f"form.str.split().str[0] == 'small' and {BY_ADAMW}")
 def scale_cells(runs):
     """All cells of the small form."""
     keys, runs = ["network", "method", "options"], ordered(runs, task=NAMES)
@@ -302,7 +306,7 @@ def over(picked: pd.DataFrame, rival: str, score: str = "lppd") -> pd.Series:
     return groups[[score, f"{score} rival", "parts", "parts rival"]].apply(gap)
 
 
-@table("networks", query="form.str.startswith('small') and valid_lppd.notna()")
+@table("networks", query=f"form.str.startswith('small') and valid_lppd.notna() and {BY_ADAMW}")
 def matrices(runs):
     """AdamW, Muon, and samplers that move matrices as matrices."""
     keys = ["task", "form", "method"]
@@ -326,6 +330,41 @@ def matrices(runs):
     method = table.pop("method").replace(TRAINED_ON) + [x and f", {x}" for x in options]
     table.insert(0, "network", named(table))
     table.insert(1, "method, setting by validation data", method)
+    return table.drop(columns=["task", "form"]), picked
+
+
+@table("networks", query=BY_MUON)
+def muon_starts(runs):
+    """Chains from starts by Muon. Validation data choose settings of Muon and AdamW alone."""
+    keys, is_optimizer = ["task", "form", "method"], runs["method"].isin(TRAINED_ON)
+    picked = best(runs[is_optimizer], *keys, setting="options", score="valid_lppd")
+    picked = ordered(pd.concat([picked, runs[~is_optimizer]]), task=NAMES, method=MATRICES)
+    settings = picked["options"].map(listed)
+    own = ~picked["method"].isin([*TRAINED_ON, ENSEMBLE])
+    picked["method"] = picked["method"].astype(str) + (", " + settings).where(
+        own & (settings != ""), ""
+    )
+    groups = picked.groupby(keys, sort=False)
+    rows = {
+        "LPPD": groups["lppd"].agg(mean_error, digits=4),
+        "over Muon": over(picked, "muon"),
+        "accuracy": groups["accuracy"].agg(mean_error, digits=4),
+        "ECE after a temperature": groups["calibrated_ece"].agg(mean_error, digits=4),
+        "AUROC foreign": groups["ood_auroc"].agg(mean_error, digits=4),
+        "one chain": groups["single.lppd"].agg(mean, digits=4),
+        "seeds": groups.size(),
+    }
+    table = pd.DataFrame(rows).reindex(groups.size().index).reset_index()
+    kept = [
+        [x for x in parts if x.split("=")[0] in ("width", "num_train") and x != "width=1.0"]
+        for parts in table["form"].str.split().str[1:]
+    ]
+    table.insert(
+        0,
+        "network",
+        [", ".join([NAMES[x], *more]) for x, more in zip(table["task"], kept, strict=True)],
+    )
+    table["method"] = table["method"].replace(TRAINED_ON)
     return table.drop(columns=["task", "form"]), picked
 
 
