@@ -66,13 +66,6 @@ class TestPrior:
         with pytest.raises(ValueError, match=r"params=.*not all zero"):
             local.norm_precision({"w": jnp.zeros((2, 3))})
 
-    def test_by_fan_in(self):
-        params = {"k": jnp.ones((3, 3, 8, 16)), "b": jnp.ones(16), "s": jnp.ones(())}
-        assert local.fan_in_precision(params, scale=2.0) == {"k": 36.0, "b": 0.5, "s": 0.5}
-        assert local.fan_in_precision(jnp.ones((5, 7)), out_axis=0) == 7.0
-        with pytest.raises(ValueError, match=r"params=.*floating-point numbers, .*got int32\[2\]"):
-            local.fan_in_precision({"a": jnp.ones(2), "b": jnp.ones(2, jnp.int32)})
-
 
 @pytest.mark.filterwarnings("ignore:.*a term of the parameters alone")
 class TestRise:

@@ -12,6 +12,7 @@ N(0, 1). "training on" is AdamW at 1e-3 instead of a chain; its angle is ignored
 """
 
 import functools
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ import optax
 from experiment import Experiment, Settings
 
 import optax_smile
-from optax_smile import local
 
 WIDTHS = {"1e4": 12, "1e5": 110, "1e6": 678, "1e7": 2_790}
 PRIORS = ("N(0, 1)", "fan in", "around the start", "cold", "training on")
@@ -60,7 +60,8 @@ def prior_of(name: str, task: Experiment, start: Any, seed: int) -> dict[str, An
     if name == "cold":
         return {"temperature": optax_smile.cold_temperature(task.num_data, one)}
     if name == "fan in":
-        return {"prior_precision": local.fan_in_precision(one)}
+        precision = jax.tree.map(lambda x: math.prod(x.shape[:-1]) if x.ndim > 1 else 1, one)
+        return {"prior_precision": precision}
     few = [tuple(x[i : i + 1_000] for x in task.splits.train) for i in range(0, NUM_SEARCH, 1_000)]
     found = local_precision.search(task.mean_loss, one, few, num_data=task.num_data, key=seed)
     return {

@@ -1,6 +1,6 @@
 """Sampling around trained weights: precisions of priors, and candidates for `select`."""
 
 from optax_smile.local.candidates import network_candidates
-from optax_smile.local.precision import curvature_precision, fan_in_precision, norm_precision
+from optax_smile.local.precision import curvature_precision, norm_precision
 
-__all__ = ["curvature_precision", "fan_in_precision", "network_candidates", "norm_precision"]
+__all__ = ["curvature_precision", "network_candidates", "norm_precision"]

@@ -1,4 +1,4 @@
-"""Precisions of priors: from trained weights, the curvature of the loss there, and by fan-in."""
+"""Precisions of priors: from the norm of trained weights, and from the curvature of the loss."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _on_host, _tree
+from optax_smile import _check, _on_host
 from optax_smile.mistakes.batches import require_usable
 from optax_smile.mistakes.start import curvature
 from optax_smile.potential import Potential, strength_for
@@ -147,35 +146,3 @@ def curvature_precision(
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(params))
     potential = Potential(num_data, temperature=temperature)
     return strength_for(potential, float(np.mean(curvatures)), size, allowed)
-
-
-@_check.arguments(
-    scale=_check.Real(0, open="low", traced=False),
-    out_axis=_check.Where("0 or -1", lambda axis: type(axis) is int and axis in (0, -1)),
-)
-def fan_in_precision(
-    params: object, *, scale: float = 1.0, out_axis: Literal[0, -1] = -1
-) -> optax.Params:
-    """Compute the prior precisions that match fan-in initialisation of the weights.
-
-    Args:
-        params: parameters of one network, or their shapes.
-        scale: variance of a weight times its fan-in, > 0: 1 for LeCun's rule, 2 for He's.
-        out_axis: output axis of arrays with two or more axes, 0 or -1: -1 in Flax, 0 in Equinox;
-            the fan-in is the product of the other axes.
-
-    Returns:
-        A tree of numbers like the parameters, for `prior_precision`: fan-in / scale, and
-        1 / scale for biases and other arrays with fewer than two axes.
-    """
-
-    for x in jax.tree.leaves(params) or [None]:
-        if not _tree.is_floating(x) or 0 in x.shape:
-            rule = "a tree of arrays of floating-point numbers, not empty"
-            _check.fail("params", rule, _check.show(x))
-
-    def precision(x: jax.Array) -> float:
-        shape = np.shape(x)
-        return float(np.prod(shape) / shape[out_axis] / scale) if len(shape) > 1 else 1.0 / scale
-
-    return jax.tree.map(precision, params)

@@ -65,7 +65,6 @@ LAWFUL_OF = {
     "scale_by_gradient_noise.init.params": "odd other tracer",
     "parallel.init.params Snapshots.params": "odd other",
     "cold_temperature.params": "odd other nans masked state tracer",
-    "local.fan_in_precision.params": "odd other nans masked tracer",
     "Snapshots.from_members.params": "odd other nans",
     # Anything with a leading axis; what is in it is the business of who calls.
     "parallel.place.tree parallel.step.carry": "odd other nans keys",
