@@ -338,7 +338,8 @@ def muon_starts(runs):
     """Chains from starts by Muon. Validation data choose settings of Muon and AdamW alone."""
     keys, is_optimizer = ["task", "form", "method"], runs["method"].isin(TRAINED_ON)
     picked = best(runs[is_optimizer], *keys, setting="options", score="valid_lppd")
-    picked = ordered(pd.concat([picked, runs[~is_optimizer]]), task=NAMES, method=MATRICES)
+    picked = ordered(pd.concat([picked, runs[~is_optimizer]]), method=MATRICES)
+    picked = ordered(picked.sort_values("form", kind="stable"), task=NAMES)
     settings = picked["options"].map(listed)
     own = ~picked["method"].isin([*TRAINED_ON, ENSEMBLE])
     picked["method"] = picked["method"].astype(str) + (", " + settings).where(

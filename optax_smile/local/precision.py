@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _on_host
+from optax_smile._types import Options
 from optax_smile.mistakes.batches import require_usable
 from optax_smile.mistakes.start import curvature
 from optax_smile.potential import Potential, strength_for
@@ -21,16 +22,13 @@ from optax_smile.potential import Potential, strength_for
 MOST_BATCHES = 20
 
 
-WEIGHTS = _check.Tree(
-    "a tree of floating-point arrays [chain, ...]",
-    axes="[chain, ...]",
-    traced=False,
-    finite=True,
-    floating=True,
+FLOATING: Options = {"traced": False, "finite": True, "floating": True}
+
+
+@_check.arguments(
+    params=_check.Tree("a tree of floating-point arrays", **FLOATING),
+    temperature=_check.Real(0, open="low", traced=False),
 )
-
-
-@_check.arguments(params=WEIGHTS, temperature=_check.Real(0, open="low", traced=False))
 def norm_precision(params: optax.Params, temperature: float = 1.0) -> float:
     """Compute the precision of a prior whose draws have the norm of trained weights.
 
@@ -41,7 +39,7 @@ def norm_precision(params: optax.Params, temperature: float = 1.0) -> float:
     their scale. At this precision, the temperature makes the likelihood cold, but not the prior.
 
     Args:
-        params: trained networks, each leaf `[chain, ...]`, not all zero.
+        params: weights of a trained network, not all zero, or of several.
         temperature: of the posterior, > 0.
 
     Returns:
@@ -63,7 +61,9 @@ def norm_precision(params: optax.Params, temperature: float = 1.0) -> float:
 
 @_check.arguments(
     loss_fn=_check.Function("(params, batch)"),
-    params=WEIGHTS,
+    params=_check.Tree(
+        "a tree of floating-point arrays [chain, ...]", axes="[chain, ...]", **FLOATING
+    ),
     batches=_check.REPEATABLE,
     num_data=_check.Real(1, large=True, traced=False),
     allowed=_check.Real(0, open="low", traced=False),
