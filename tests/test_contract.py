@@ -1,9 +1,8 @@
-"""What holds for every public sampler, and for what the families of dynamics share.
+"""The contract of every public sampler, and of the code that the families share.
 
-Samplers are found by listing the folder. What their dynamics do alike is tested on two of them.
+Samplers are found by listing the folder. Shared code of the dynamics is tested with two of them.
 Inside wrappers and in all kinds of loops, such as under jit, vmap or with donated buffers:
-`test_wrappers.py`. Where the state lies on several
-devices: `devices/test_sharded_states.py`.
+`test_wrappers.py`. Where the state lies on several devices: `devices/test_sharded_states.py`.
 """
 
 import contextlib
@@ -66,7 +65,7 @@ CASES: dict[str, Any] = PLAIN | {
     "published.psmile": (published.psmile, {}),
     "spectral": (optax_smile.smile, {"norm": "spectral", "decoherence_length": None}),
 }
-# Others compute nothing that these do not: `smile` is `psmile` without a scale.
+# The others run no further code: `smile` is `psmile` without a scale.
 LIKE_OTHERS = "smile", "mclmc", "sgld"
 every_case = pytest.mark.parametrize("case", [x for x in CASES if x not in LIKE_OTHERS])
 
@@ -136,7 +135,7 @@ def test_samplers_are_found():
 
 @every_case
 def test_types_of_a_state_stay(case):
-    """From shapes alone; under x64 those of the parameters, and full precision in any case."""
+    """Checked from shapes; under x64, types follow the parameters, at least float32."""
     tx = make(case)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
     expected = types(tx.init(PARAMS))
@@ -148,7 +147,7 @@ def test_types_of_a_state_stay(case):
         assert types(found) == (types(PARAMS), expected)
     for w, b in [("float64", "float32"), ("float32", "float32"), ("float32", "float64")]:
         with jax.enable_x64(True):
-            # The last one is weakly typed, as what is made from a number of Python.
+            # The last one is weakly typed, like an array made from a Python number.
             of_b = jnp.full(B.shape, 0.5) if b == "float64" else B.astype(b)
             params = {"layer": {"w": W.astype(w), "b": of_b}}
             start = tx.init(params)
@@ -303,7 +302,7 @@ def test_a_preconditioner_of_ones_own(no_jit):
 def test_the_papers_samplers(name, no_jit):
     prior = {"prior_mean": 0.5, "prior_precision": 2.0, "temperature": 3.0, "num_data": 10}
     tx = getattr(published, name)(0.1, **prior)
-    # What the summary of a run judges rejections and drifts by.
+    # The summary of a run uses these for rejections and drifts.
     told: Any = settings_of(tx, PARAMS)
     naive, state = name.endswith("naive"), tx.init(PARAMS)
     assert told["name"] == f"published.{name}" and told["integrator"] == "minimal_norm"

@@ -1,4 +1,4 @@
-"""Corruptions of images: how they grow, what they leave alone, and the numbers of their noise."""
+"""Corruptions of images: their growth with severity, what they preserve, and their noise levels."""
 
 import itertools
 

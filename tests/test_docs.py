@@ -1,4 +1,4 @@
-"""Documentation, README and release as text: what they show happens, what they name exists.
+"""Documentation, README and release as text: outputs are correct, and names exist.
 
 `.ci/run` builds the pages, and `.ci/nightly` runs their code.
 """

@@ -20,7 +20,7 @@ def noise(key, tree: Any) -> Any:
 
 
 def test_noise_of_a_network_has_unit_covariance():
-    """Signs of neighbours, of other leaves and of other keys have nothing to do with each other."""
+    """Signs of neighbours, of different leaves and of different keys are uncorrelated."""
     tree = {"w": jnp.zeros((20, 10)), "large": jnp.zeros((800, 45)), "b": jnp.zeros(()), "v": {}}
     # Three small leaves are joined.
     tree["c"] = jnp.zeros(4)

@@ -1,4 +1,4 @@
-"""Models of NumPyro: the density, sites of draws, and models that cannot be sampled so.
+"""NumPyro models: the density, sites of draws, and models that are rejected.
 
 `docs/recipes/numpyro.md` asserts that draws are those of known posteriors.
 """
@@ -55,7 +55,7 @@ def hierarchical(group, y):
 def mixture(y):
     weight = sample("weight", dist.Dirichlet(jnp.full(2, 2.0)))
     first = sample("first", dist.Normal(0, 3))
-    # A support that hangs on another site.
+    # A support that depends on another site.
     second = sample("second", dist.TruncatedNormal(0, 5, low=first))
     scale = sample("scale", dist.HalfNormal(2))
     parts = dist.Normal(jnp.stack([first, second]), scale)

@@ -1,4 +1,4 @@
-"""What draws, predictions and summaries look like, and how draws are counted."""
+"""Text forms of draws, predictions and summaries, and the order of draws."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""An Optax optimizer in the place of a sampler: its iterates are kept, and told from draws."""
+"""An Optax optimizer instead of a sampler: its iterates are stored, but are not draws."""
 
 import functools
 import re

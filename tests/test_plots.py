@@ -1,4 +1,4 @@
-"""Pictures hold the numbers that they are of, on new and on given axes."""
+"""Plots show the right numbers, on new and on given axes."""
 
 from functools import partial
 from typing import Any

@@ -26,7 +26,7 @@ ONE = [{"w": WEIGHTS[0, 0], "log_std": LOG_STD[0, 0]}]
 LOGITS = np.einsum("ij,cdjk->cdik", INPUTS.astype(float), WEIGHTS.astype(float))
 LOG_PROBABILITIES = scipy.special.log_softmax(LOGITS, axis=-1)
 CHOSEN = LOG_PROBABILITIES[..., np.arange(NUM_INPUTS), LABELS]
-# As snapshots come: the first draw of each chain, then the second ones.
+# In the order of snapshots: the first draw of each chain, then the second draws.
 IN_ORDER = LOG_PROBABILITIES.swapaxes(0, 1).reshape(-1, NUM_INPUTS, CLASSES)
 
 
@@ -170,7 +170,7 @@ def test_tempered_densities_are_those_of_the_mean_and_follow_without_targets(lik
 
 
 def test_padding_is_nan_in_every_prediction_and_counts_in_no_score():
-    """In pieces, in the ways to ask for parts, and whatever a model says about padding."""
+    """In batches, with each value of `per`, and with any outputs of the model for padding."""
     tokens, inputs = LABELS.reshape(6, 5).copy(), INPUTS.reshape(6, 5, 3)
     tokens[2, 3:] = -1
     tokens[4] = -1

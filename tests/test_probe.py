@@ -1,4 +1,4 @@
-"""What comes after the sampler: by the structure of a state, and by where parameters arrive."""
+"""Changes after the sampler, found from the structure of a state and from the parameters."""
 
 from typing import Any
 

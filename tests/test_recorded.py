@@ -1,4 +1,4 @@
-"""Draws that a sampler hands to the host from inside somebody else's loop."""
+"""Draws that a sampler sends to the host from inside the loop of another library."""
 
 import copy
 import fcntl
@@ -122,7 +122,7 @@ def test_a_loop_that_goes_on_from_its_checkpoint_neither_loses_nor_doubles(tmp_p
     expected = tx.draws().params
     assert expected.shape == (1, 9, 3)
     before = content_of(tmp_path)
-    # The same process goes on from an earlier state, then another one, or begins again.
+    # The same process resumes from an earlier state, then another process does, or it starts again.
     fit(tx, w, 2 * THIN, state)
     np.testing.assert_array_equal(tx.draws().params, expected)
     again, in_memory = recorded(directory=tmp_path), recorded()

@@ -1,4 +1,4 @@
-"""Float32 at its limits: numbers not finite or huge, and the way back from a rejected step."""
+"""Limits of float32: non-finite and huge numbers, and the return from a rejected step."""
 
 from functools import cache
 from typing import Any
@@ -192,7 +192,7 @@ def test_steps_of_any_size_and_gradient_are_finite_and_keep_their_length():
 
 @pytest.mark.slow
 def test_energies_keep_their_digits_among_a_million_parameters():
-    """Against float64, from kicks that are hardly felt to those that turn all the way."""
+    """Compared with float64, from tiny kicks to those that turn the direction completely."""
     size, rng = 10**6, np.random.default_rng(3)
     first, across = rng.standard_normal((2, size))
     for length in (1e-2, 30.0, 1e6):

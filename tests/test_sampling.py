@@ -1,4 +1,4 @@
-"""What `sample` draws, traces and hands to a loss."""
+"""Draws and trace of `sample`, and the arguments of the loss."""
 
 import functools
 import json
@@ -48,7 +48,7 @@ def test_draws_are_those_of_a_hand_written_loop():
 
 
 def test_chains_get_their_own_keys_and_batches():
-    """Each alone keeps chains apart that begin at the same place."""
+    """Keys alone, and batches alone, keep chains with equal starts apart."""
     same, own = jax.tree.map(jnp.zeros_like, runs.start()), {"batches": own_batches(3)}
     for arguments in ({}, {"sampler": STILL, "per_chain": True, **own}):
         got = run(params=same, num_warmup=2, num_draws=1, thin=1, **arguments)
@@ -134,7 +134,7 @@ def test_several_steps_in_one_go_see_the_batches_of_their_chain():
 
 
 def test_auxiliary_state_follows_the_accepted_points():
-    """The fifth batch is not finite: its step is rejected, and what it did to the state."""
+    """The fifth batch is not finite: its step and its change of `aux` are rejected."""
     rows: Any = regression(8)
     rows[4] = jax.tree.map(lambda x: x * np.nan, rows[4])
 

@@ -78,7 +78,7 @@ def test_width_is_that_of_a_gaussian_before_it_is_explored():
 
 
 def test_public_transformation_divides_by_the_scale_before():
-    """And forgets a gradient that is not finite, which passes through."""
+    """A non-finite gradient passes through and does not change the averages."""
     rng, tx = np.random.default_rng(0), optax_smile.scale_by_gradient_noise()
     gradients = rng.standard_normal(8) + np.geomspace(0.1, 10, 8) * rng.standard_normal((80, 8))
     update, state = jax.jit(tx.update), tx.init(jnp.zeros(8))

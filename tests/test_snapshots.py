@@ -1,4 +1,4 @@
-"""Draws on disk: what was sampled comes back, lazily, and damage is named."""
+"""Draws on disk: they are read lazily and correctly, and errors name damaged files."""
 
 import contextlib
 import os

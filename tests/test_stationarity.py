@@ -1,4 +1,4 @@
-"""Where the chains of every sampler end up: mean and covariance on a Gaussian, and directions.
+"""The stationary distribution of every sampler: mean and covariance on a Gaussian, and directions.
 
 Errors come from the spread of many independent chains. A test fails if one of its statistics
 is further than `LIMIT` standard errors off: with the 14 moments of a chain, and Student's t
@@ -85,7 +85,7 @@ def assert_moments(moments, covariance):
     seconds = (moments.second - covariance)[:, *upper]
     errors = np.concatenate([moments.mean, seconds], axis=1)
     standard_errors = errors.std(axis=0, ddof=1) / np.sqrt(len(errors))
-    # The comparison says something: standard deviations are known to 2 %.
+    # The test has power: standard deviations are known to 2 %.
     widths = np.sqrt(np.diag(np.mean(moments.second, axis=0)))
     scale = np.append(widths, np.outer(widths, widths)[upper])
     assert np.all(standard_errors < 0.02 * scale)
@@ -207,7 +207,7 @@ def test_moments(name, label):
         return assert_moments(moments, covariance(step_size, noise, moments.gradient_square))
     options: dict[str, Any] = {}
     if noise == 0 and accepts(SAMPLERS[name], "decoherence_length"):
-        # Without any noise the microcanonical dynamics need not forget where they started.
+        # Without any noise, microcanonical dynamics need not forget their start.
         options = {"decoherence_length": 2.0}
     sampler, run = build(name, STEP_SIZES[label], **options), LONG if noise else {}
     assert_moments(sample(sampler, noise, **run), COVARIANCE)

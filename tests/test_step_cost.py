@@ -1,6 +1,6 @@
-"""What a compiled step moves and keeps, and the sums that it makes in one pass.
+"""Memory traffic and temporary memory of a compiled step, and its sums in one pass.
 
-What it sends between devices: `devices/test_sharded_states.py`.
+For communication between devices see `devices/test_sharded_states.py`.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What docs/theory.md says and no other test shows, and that every test which it names exists."""
+"""Statements of docs/theory.md that no other test checks, and the tests that it names."""
 
 import pathlib
 import re

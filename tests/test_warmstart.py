@@ -1,4 +1,4 @@
-"""A deep ensemble: best weights, resuming, and chains from weights that are trained already."""
+"""A deep ensemble: best weights, resuming, and chains from trained weights."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""The page of findings shows each of them, and real samplers have those that it says they have."""
+"""The page on findings shows each of them, and runs of real samplers have the stated findings."""
 
 from typing import Any
 

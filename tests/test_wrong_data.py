@@ -1,4 +1,4 @@
-"""Data that change the posterior without a word, and are told, named or refused."""
+"""Data that would silently change the posterior: they lead to warnings or errors."""
 
 import functools
 import warnings
@@ -62,7 +62,7 @@ class Stop(Exception): ...
 
 
 def told(batches, num_data: float = NUM_DATA, **given) -> list[str]:
-    """What a run says of its batches before it calls the loss."""
+    """Warnings of a run about its batches before it calls the loss."""
 
     def loss(w, batch):
         raise Stop

@@ -1,4 +1,4 @@
-"""Losses and outputs that are not what the posterior or the likelihood takes them for."""
+"""Losses and outputs of the wrong form for the posterior or the likelihood."""
 
 import functools
 import logging
@@ -33,7 +33,7 @@ sigmoid_loss = optax.losses.sigmoid_binary_cross_entropy
 
 @pytest.fixture(autouse=True)
 def promoted():
-    """As for a user: the tests of the package forbid what they look for."""
+    """The settings of a user, without the strict type promotion of the tests."""
     with jax.numpy_rank_promotion("allow"):
         yield
 
@@ -182,7 +182,7 @@ def stop(*_, **__):
 
 
 def said_of(loss, batch, **given) -> list[str]:
-    """Which of the sentences a run says before the first step, and that it says no other."""
+    """Warnings of a run before the first step; no other warnings are allowed."""
     chains = jax.tree.map(lambda x: jnp.stack([x, x + 0.1]), PARAMS)
     run = optax_smile.Run(loss, chains, [batch], stub()._replace(update=stop), key=0, **given)
     with warnings.catch_warnings(record=True) as seen, pytest.raises(Stop):
