@@ -155,7 +155,7 @@ class Stats(NamedTuple):
             Calls after a rejected step are not compared.
         is_altered: True if at least three, and more than 1 %, of the last 512 compared calls were
             altered. The points are then not draws. A single restored checkpoint does not set it.
-            Inside `jit`, a missing gradient for a leaf that had one at first also sets it,
+            Inside `jit`, losing the gradient of a leaf after the first call also sets it,
             permanently.
         num_parameters: d, the number of sampled parameters: those of the leaves with a gradient; 0
             for an optimizer.

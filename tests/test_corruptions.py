@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from data import corruptions
 
-# Those that draw random numbers, and those whose distance need not grow with every severity: glass
-# smooths less as it moves more; an elastic one moves the whole image by 8 % of its side to 3 %.
+# Corruptions that draw random numbers, and those whose distance need not grow with severity: glass
+# smooths less as it moves more; an elastic one moves the whole image by 8 % to 3 % of its side.
 RANDOM = {"gaussian_noise", "shot_noise", "impulse_noise", "glass_blur", "motion_blur", "snow"}
 RANDOM |= {"frost", "fog", "elastic_transform"}
 UNEVEN = {"glass_blur", "frost", "motion_blur", "elastic_transform"}

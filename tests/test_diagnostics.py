@@ -146,12 +146,12 @@ def test_what_is_a_finding_and_what_is_none(name):
 
 
 def test_chains_with_few_independent_draws_are_slow():
-    """Of n draws n (1 - r) / (1 + r) are independent: 42 or 431 of 800, about 11 of 100."""
+    """n draws are worth n (1 - r) / (1 + r) independent ones: 42 or 431 of 800, about 11 of 100."""
     for shape, correlation, seed, said in (
         ((1, 800, 3), 0.9, 0, "all chains together (flagged below 100)"),
         ((4, 25, 3), 0.8, 2, ": slow: "),
         ((2, 50, 3), 0.8, 2, ": slow: "),
-        # By the R-hats alone, and by the ESS alone.
+        # Slow by the R-hats alone, and by the ESS alone.
         ((2, 59, 3), 0.7, 0, "of the R-hats within the chain are above 1.1"),
         ((2, 59, 3), 0.7, 3, "the ESS of the chain's 59 draws is"),
         ((1, 800, 3), 0.3, 0, ""),
@@ -244,7 +244,7 @@ def test_confidence_is_compared_with_accuracy(likelihood):
         after = summary(draws, prediction.tempered(best), max_inputs=2)
         assert "confident" not in str(after) and after.lppd == found.lppd
         assert f"temperature of the prediction: {best:.3g};" in str(after)
-    # Of two equal probabilities one is right.
+    # If two probabilities are equal, one class is right.
     mean, log_density = np.full((2_000, 2), 0.5), np.full(2_000, -np.log(2))
     even = prediction._replace(mean=mean, log_density=log_density)
     assert summary(draws, even, max_inputs=2).surplus == (0, 0)

@@ -111,7 +111,7 @@ def test_extras_and_links_exist():
 
 
 def test_a_release_needs_the_tag_of_its_version():
-    """By the command of release.yml itself. The citation names the same version."""
+    """Runs the command of release.yml. The citation names the same version."""
     workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
     steps = {step.get("name"): step for step in workflow["jobs"]["build"]["steps"]}
     command = ["bash", "-e", "-c", steps["The tag names the version"]["run"]]

@@ -120,7 +120,7 @@ def test_imports_go_in_one_direction():
 
 
 def test_only_the_potential_multiplies_by_num_data():
-    """And a finding compares losses of a trace with the energy of a chain."""
+    """The only exception is a finding that compares losses of a trace with energies."""
     operations = (ast.BinOp, ast.AugAssign, ast.UnaryOp)
     found = {
         module

@@ -138,7 +138,7 @@ def test_sghmc(friction=0.4, noise=9e3):
 
     options = {"friction": friction, "gradient_noise": noise}
     assert_moves(follow(build("sghmc", lambda count: 10 * schedule(count), **options)), move)
-    # Some calls add nothing and others something.
+    # The formula adds noise in some calls only.
     assert 0 < np.mean(np.equal(amplitudes, 0)) < 1
 
 
@@ -166,7 +166,7 @@ def test_scale_adapted_sghmc():
     tx = build("scale_adapted_sghmc", lambda count: 300 * schedule(count), **options)
     trace = follow(tx, calls)
     assert_moves(trace, move)
-    # What would have a negative variance is left out.
+    # Noise that would have a negative variance is omitted.
     assert 0.05 < np.mean(np.less(variances, 0)) < 0.95
     memories = np.array([[flat(x) for x in s.unpack().dynamics.memory] for s in trace.states])
     np.testing.assert_allclose(memories[1:], scales, rtol=1e-11)

@@ -23,7 +23,7 @@ import optax_smile
 from optax_smile.interop import from_numpyro
 
 NUM_DATA, BATCH, FIRST = 400, 40, slice(0, 40)
-# Sites have one type for everything that they can be.
+# Type checkers see only one type for all kinds of sites.
 numpyro_: Any = numpyro
 sample, dist = numpyro_.sample, numpyro_.distributions
 RNG = np.random.default_rng(0)

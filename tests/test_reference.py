@@ -58,7 +58,7 @@ class Case(NamedTuple):
     prior: str = "gaussian"
     has_values: bool = True
     dtype: Any = np.float64
-    # Those that are compared: in long steps of the spectral norm differences grow tenfold per
+    # Number of calls to compare: in long steps of the spectral norm differences grow tenfold per
     # five calls.
     calls: int = CALLS
     bound: float = 1e-10

@@ -30,7 +30,7 @@ Y = (X @ [1, -2, 0.5] + NOISE * GENERATOR.normal(size=len(X))).astype(np.float32
 TRAIN, VALID = (X[:NUM_DATA], Y[:NUM_DATA]), (X[NUM_DATA:], Y[NUM_DATA:])
 START = jnp.asarray(GENERATOR.normal(size=(3, 3)), jnp.float32)
 BUDGET: dict[str, Any] = {"num_warmup": 90, "num_draws": 60, "thin": 3}
-# Of runs that are stopped: a round of 18 steps for two candidates.
+# Runs that are stopped have a round of 18 steps for two candidates.
 SHORT: dict[str, Any] = {"num_warmup": 30, "num_draws": 10, "thin": 3}
 
 
@@ -290,7 +290,7 @@ def still(make: Any = optax_smile.sgld, **settings) -> Any:
 
 COSTLY = still(optax_smile.smile, decoherence_length=0.1, integrator="minimal_norm")
 CHEAP = at_place(lambda step: GOOD)
-# Where samplers that are still are, the candidates, and the one that is chosen.
+# Position of the samplers that do not move, the candidates, and the chosen one.
 PREFERENCES: dict[str, tuple[float, dict[str, Any], str]] = {
     "fewer gradients": (0, {"a": COSTLY, "b": at_place(lambda step: away(EQUAL))}, "b"),
     "fewer gradients, but worse": (0, {"a": at_place(lambda step: away(WORSE)), "b": COSTLY}, "b"),

@@ -43,7 +43,7 @@ def loss_gradient(x, noise):
 
 
 class Moments(NamedTuple):
-    """Of every chain: mean of y = x - MEAN, `[chain, d]`, of y y^T, and its last squares."""
+    """Means over each chain of y = x - MEAN, `[chain, d]`, and of y y^T, and its last squares."""
 
     mean: np.ndarray
     second: np.ndarray
@@ -186,7 +186,7 @@ def build(name, step_size, **options) -> Any:
     return fn(step_size, key=jax.random.key(0), **POSTERIOR, **options)
 
 
-# Of chains with the noise of batches.
+# Length of chains with the noise of batches.
 LONG = {"num_gradients": 40_000, "num_warmup": 8_000}
 # MCLMC, which cannot do without explicit noise, is made for full batches.
 SLOW = [("psmile", "isotropic noise"), ("sghmc", "full batch")]
@@ -224,7 +224,7 @@ def test_moments_with_a_step_size_of_its_own():
 # scale or noise that reckons with its full strength heats coordinates that have none.
 
 NUM_CHAINS, NUM_CALLS = 160, 40_000
-# Where the rules for the noise differ most; `benchmarks/notes/noise-scale.md` has more.
+# Cases in which the rules for the noise differ most; `benchmarks/notes/noise-scale.md` has more.
 SPREADS = {"isotropic .5": np.full(6, 0.5), "half": np.array([2.0, 2, 2, 0, 0, 0])}
 
 

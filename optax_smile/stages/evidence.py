@@ -36,8 +36,8 @@ WINSOR_QUANTILE = 0.98
 LARGEST_RATIO = 3.0
 # A gradient along the momentum does not turn it; this share of it still counts.
 SMALLEST_SHARE = 0.03
-# Rounding loses steps shorter than this many units in the last place of the parameters' norm. After
-# steps shorter than the second number times that, the change of a gradient is mostly rounding.
+# Rounding loses steps shorter than this many units in the last place of the parameters' norm. If a
+# step is less than `SMALLEST_STEP` times as long, the change of a gradient is mostly rounding.
 RESOLUTION_ULPS, SMALLEST_STEP = 4, 30.0
 # A loss gradient of zero is ignored during this many calls; later it may be correct.
 PATIENCE = 100

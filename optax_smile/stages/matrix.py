@@ -41,7 +41,7 @@ class MatrixState(NamedTuple):
             all entries and the open window, scalar.
         mean_before: the same in earlier windows, scalar.
         position: phi relative to the start of the window, `[entry]`.
-        mean_position, mean_force: of phi and of the whitened gradients over the open window.
+        mean_position, mean_force: means of phi and of the whitened gradients in the open window.
         covariance: sum of (phi - mean) . (gradient - mean) over the open window, nats.
         spread: sum of |phi - mean|^2 over the open window.
         last_width: width in the previous window, not extrapolated; inf if unknown.

@@ -28,7 +28,7 @@ from optax_smile import ArgumentError, _check
 
 
 class Model:
-    """As Flax has it: `apply` is the function."""
+    """A model with the interface of Flax, whose function is `apply`."""
 
     init = apply = __call__ = staticmethod(lambda *_: None)
 
@@ -168,7 +168,7 @@ def beyond(constraint: Any) -> list[Any]:
 
 
 def declaration(name: str) -> tuple[str, Any]:
-    """What a function of `valid_calls` is called in `DECLARED`, and its constraints."""
+    """Name of a function of `valid_calls` in `DECLARED`, and its constraints."""
     known = [x for x in (name, name.rpartition(".")[2]) if x in _check.DECLARED]
     return (known[0], _check.DECLARED[known[0]][1]) if known else ("", {})
 
@@ -245,7 +245,7 @@ def test_wrong_calls(called, full, record, tmp_path, monkeypatch):
 
 
 def test_every_declaration_is_called_with_the_ranges_of_its_docstring(called):
-    """Of each number, with closed ends; docstrings that refer to another have fewer entries."""
+    """Closed ends of ranges pass; docstrings that refer to another one need no entry."""
     assert set(_check.DECLARED) == {declaration(name)[0] for name, *_ in called} - {""}
     for name, (function, constraints) in _check.DECLARED.items():
         section = re.search(r"(?ms)^Args:\n(.*?)^\S", f"{inspect.getdoc(function)}\n.")

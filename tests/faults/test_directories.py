@@ -217,7 +217,7 @@ def test_another_run_is_refused_and_the_same_is_found(function, others, same, fi
     before = content_of(tmp_path)
     for number, (arguments, what) in enumerate(others):
         name = next(iter(arguments))
-        # Also where it would go on.
+        # Also if the call would extend the run.
         longer = {"num_draws": 2 + number % 2} if function is own else {}
         refused(rf"`\w+\({name}=...\)` must be .*{what}", function, tmp_path, **arguments, **longer)
     assert content_of(tmp_path) == before

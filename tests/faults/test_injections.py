@@ -144,7 +144,7 @@ def test_injections(name, full, record):
     # Every place in turn.
     places = PLACES * (200 if full else 10)
     faults = [draw_fault(generator, place) for place in places]
-    # Of each pair of chains the first one is poisoned.
+    # The first chain of each pair is poisoned.
     pairs = [x for fault in faults for x in (fault, fault._replace(length=0))]
     broken: Any = jax.tree.map(lambda *x: np.stack(x), *pairs)
     given = broken._replace(length=np.zeros_like(broken.length)), broken

@@ -110,7 +110,7 @@ def run(life: Life, tell=lambda: None) -> Any:
             mesh=mesh,
             **both,
         )
-    # That of the slow set is real, and its gradients have control variates.
+    # The slow case uses a real sampler with control variates.
     start = params, batches, runs.sghmc() if life.form == "loop" else runs.stub(0.02)
     if life.form == "loop":
         both["control_variate"] = runs.regression()
@@ -304,7 +304,7 @@ def test_processes_that_leave_a_loop_alone_are_told(life):
 def test_two_processes_give_the_draws_of_one(life, form):
     """If four devices share a batch, one process holds all chains, and sums round differently."""
     life = life._replace(form=form, num_draws=20)
-    # Of one process of four devices.
+    # Draws of one process with four devices.
     expected = run(life._replace(directory=None))
     assert run_pair(life) == [0, 0], logs_of(life)
     if form == "mesh4":

@@ -39,7 +39,7 @@ from runs import CHAINS, THIN, WARMUP, assert_same_bits, checkpoints_in, refused
 
 import optax_smile
 
-# Also slow tests compare bits with those of fixtures.
+# Slow tests, too, compare bits with results of fixtures.
 OPTIMIZED = False
 # Draws of the undisturbed run, at steps 5, 8, 11, 14 and 17.
 MOST = 5
@@ -332,7 +332,7 @@ class Disturbed(RuleBasedStateMachine):
     @precondition(lambda self: self.kind == "a generator" and self.kept < STEPS - 1)
     @rule(left=st.sampled_from([-1, *range(2, 12)]))
     def run_out_of_batches(self, left):
-        """Those after the last whole step are read again, if the next run has them."""
+        """Batches after the last whole step are read again, if the next run provides them."""
         taken, per_step = self.kept * GRADIENTS[self.kind], GRADIENTS[self.kind]
         count = min(max(taken + left, 0), STEPS * per_step - 1)
         go = functools.partial(self.sample, self.directory, count=count)
@@ -483,7 +483,7 @@ def test_wrong_use_is_told(tmp_path):
     refused(message, run.advance, second_draw)
     thin = r"`Run.draws\(thin=...\)` must be 3, as for .*, got "
     refused(thin + "4", run.draws, runs.DRAWS, thin=4)
-    # Another loop goes on where this one is.
+    # A second loop continues at the step of the first.
     second = run.draws(runs.DRAWS, thin=THIN)
     next(second)
     run.close()
@@ -495,7 +495,7 @@ def test_wrong_use_is_told(tmp_path):
     refused(message, lambda: runs.begin(batches=iter(runs.regression()[:3])).advance(4))
     refused(message, lambda: next(runs.begin(batches=iter(runs.regression()[:3])).draws(2, thin=4)))
     runs.warned("^`Run`: `sampler` is an optimizer", runs.begin, sampler=optax.sgd(0.1))
-    # Arguments are judged before anything is written.
+    # Arguments are checked before anything is written.
     message, aux = r"`sample\(aux=...\)` must be .* axis of 3 chains, got", jnp.zeros((2, 2))
     refused(message, runs.run, tmp_path / "aux", loss=runs.crash, aux=aux)
     assert not (tmp_path / "aux").exists()
