@@ -42,7 +42,7 @@ def tracked(sampler: optax.GradientTransformation) -> optax.GradientTransformati
         `init` got them. `last_accepted(state)` needs no `params`.
 
     Raises:
-        ArgumentError (a ValueError): `sampler` is no Optax transformation.
+        ArgumentError (a ValueError): `sampler` is not an Optax transformation.
 
     Cost: one array of the size of the parameters.
 

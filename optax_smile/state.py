@@ -151,7 +151,7 @@ class Stats(NamedTuple):
         below_resolution: True if the step is so short that rounding loses it when it is added to
             the parameters.
         num_altered: calls whose parameters were not those that the previous updates lead to.
-            Something else changed them, such as a later transformation, a projection or an average.
+            Something changed them, such as a later transformation, a projection or an average.
             Calls after a rejected step are not compared.
         is_altered: True if at least three, and more than 1 %, of the last 512 compared calls were
             altered. The points are then not draws. A single restored checkpoint does not set it.

@@ -45,8 +45,8 @@ def test_severity_grows_and_seeds_repeat(photographs, name):
 
 
 def test_noise_has_its_settings(monkeypatch):
-    """Every chunk of images its own. 196,608 numbers: standard errors are 0.16 % of a standard
-    deviation, 0.0005 of a share.
+    """Each chunk of images has its own noise. 196,608 numbers: standard errors are 0.16 % of a
+    standard deviation, 0.0005 of a share.
     """
     monkeypatch.setattr(corruptions, "CHUNK", 30)
     grey = np.full((64, 32, 32, 3), 128, np.uint8)

@@ -44,7 +44,7 @@ def test_blocks_of_code_are_cells():
 
 
 def test_reference_has_every_public_name():
-    """A directive for each, or one for its module; `-W` refuses those that lead nowhere."""
+    """Each name has a directive, or its module has one; Sphinx's `-W` rejects wrong targets."""
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     assert set(re.findall(r"currentmodule:: (\S+)", pages)) == {"optax_smile"}
     found = re.findall(r"^\.\. auto(class|function|module):: (\S+)", pages, re.MULTILINE)

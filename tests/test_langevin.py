@@ -1,6 +1,6 @@
 """SGLD, SGHMC and their kin: every update against the formula in NumPy, in float64.
 
-Without jit, which `test_contract.py` compares: to compile each sampler would take the most time.
+Without jit, since compilation would take most of the time; `test_contract.py` compares both.
 """
 
 import itertools

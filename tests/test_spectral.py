@@ -129,7 +129,7 @@ def test_full_batches_keep_a_gaussian(number=256, redraws=400, length=40):
         return jax.tree.map(lambda a: a / norm, p)
 
     def redrawn(carry, p):
-        """From the end of a step: the kick that opens the next, by hand."""
+        """Make the kick that opens the next step by hand."""
         x, state = carry
         time = 0.4 * kick
         slope: Any = -1 / 12 * optax.tree.vdot(gradient(x), velocity(p))

@@ -60,7 +60,7 @@ def sample(
             `optax.MultiSteps` takes several batches. For comparison, it may be any Optax optimizer,
             which gets `value`, `grad` and `value_fn` if it takes them. A step is then one gradient,
             and is skipped if it leads to non-finite parameters. `sample` warns that its iterates
-            are no posterior draws: their settings have `"is_posterior": False`.
+            are not posterior draws: their settings have `"is_posterior": False`.
         num_warmup: steps of each chain without draws, >= 0.
         num_draws: draws to store per chain, >= 1. Steps with `stats(state).is_draw` False are not
             stored: the exploration of `cyclical_sgld`, and the burn-in of `scale_adapted_sghmc`.

@@ -348,7 +348,7 @@ class _Rounds:
     """The candidates in each round, and their scores, stored in a file."""
 
     schedule: list[tuple[int, int]]  # Last step of each round, and how many candidates it drops.
-    settings: Mapping[str, Options]  # Of each candidate.
+    settings: Mapping[str, Options]  # Settings of each candidate.
     per_step: Mapping[str, int]  # Gradients of each candidate.
     start_lppd: float
     folder: Path | None

@@ -112,7 +112,7 @@ def warmstart(
         directory: directory for checkpoints, which are written at the end of epochs. A call with
             the same directory resumes the training, or returns at once if it is finished. Only
             `num_epochs` may change; what the loss and the optimizer compute is not compared. If
-            `batches` is no list or tuple, a resumed call first iterates over it once for each
+            `batches` is not a list or tuple, a resumed call first iterates over it once for each
             finished epoch, which restores the order of batches that are shuffled with a fixed seed.
         check: test the loss on the first batch, unless it is `stochastic`, and warn if it looks
             like a sum over the examples. Warn of members with equal initial parameters.

@@ -54,7 +54,7 @@ class Summary:
         nominal_rate: this rate for a perfect fit with the given `reject_quantile`, or NaN.
         num_nonfinite: number of gradients or values that were not finite, `[chain]`.
         temperature: temperature of the posterior, 1 for Bayes, `[chain]`.
-        norm: of the momentum, `"euclidean"`, `"spectral"` or the name of another class.
+        norm: norm of the momentum, `"euclidean"`, `"spectral"` or the name of another class.
         copy_of: the first chain with equal draws, bit for bit, `[chain]`. Copies count once in
             `rhat_across`, `ess` and `mcse`.
         rhat_within: R-hat of the quarters of single predictions or weights, `[chain, point]`.

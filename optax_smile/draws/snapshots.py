@@ -40,7 +40,7 @@ class Snapshots:
     `draws[i]` is draw `i // num_chains` of chain `i % num_chains`. A slice is a list of trees,
     which `predict` accepts. For all draws of a chain, index `params`. A list of integers, such as
     `choose` returns, makes `Snapshots` of these draws in one chain, which `summary` and `to_arviz`
-    refuse, since it is no sample of the posterior.
+    refuse, since it is not a sample of the posterior.
 
     Attributes:
         params: tree of NumPy arrays, each `[chain, draw, ...]`.

@@ -28,8 +28,8 @@ SUMMED = "`loss_fn` looks like a sum over the examples: divide by their number."
 FACTORS = 0.5, 1, 2, 4
 # Number of batches in a list whose terms of the loss are counted.
 MOST_COUNTED = 256
-# For notes that are not warnings, and for the reason if a program cannot be read: the tests of the
-# package make the latter an error.
+# Logs notes that are not warnings, and the error if a program cannot be read. The tests of the
+# package make the latter a failure.
 LOG = logging.getLogger("optax_smile")
 # For each finding of `program.read`: text of the check, verbs for failure and success, advice.
 PROGRAM = {

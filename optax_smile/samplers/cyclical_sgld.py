@@ -41,7 +41,7 @@ def cyclical_sgld(
         eps_k = eps / 2 (1 + cos(pi r)),  r = (k mod K) / K,  K = ceil(total_steps / num_cycles)
         theta <- theta - eps_k grad U + sqrt(2 eps_k) z where r >= exploration, else without z
 
-    Points of the exploration are no draws: `stats(state).is_draw` is False there, and `sample`
+    Points of the exploration are not draws: `stats(state).is_draw` is False there, and `sample`
     keeps none of them.
 
     Args:

@@ -72,7 +72,7 @@ def smile(
             if its `Norm` is elementwise.
         matrices: for `norm="spectral"`, a function of a tree like the parameters. It returns such a
             tree of `optax.contrib.MuonDimensionNumbers`, the axes of rows and columns, and of None
-            for leaves that are no matrices; these move along their own momentum. None: the last
+            for leaves that are not matrices; these move along their own momentum. None: the last
             axis of a leaf with at least two axes has the columns, all others the rows.
 
             For the other arguments, the return value and the errors see `psmile`.
