@@ -1,12 +1,12 @@
-"""Constraints of arguments, declared once per function, and the error of a value that breaks one.
+"""Constraints of arguments, declared once per function, and the error if a value violates one.
 
     @_check.arguments(thin=_check.Whole(1), mesh=_check.kind(Mesh, "a mesh") | None)
     def sample(..., thin=1, mesh=None, resume: bool = True): ...
 
-`DECLARED` has the declarations of all functions, from which the tests make bad input.
+`DECLARED` holds the declarations of all functions. The tests generate bad input from them.
 
-Errors name the function that the user called: `arguments` notes its name, or `called` where a
-function has no constraints, runs later or in another thread.
+Errors name the function that the user called. `arguments` records its name; `called` does so for
+functions without constraints, and for code that runs later or in another thread.
 """
 
 import contextlib
@@ -72,9 +72,9 @@ _CONTEXT = contextvars.ContextVar("context", default=_NO_CALL)
 
 
 class called(contextlib.ContextDecorator):
-    """Let errors name a function, also those of the `parts` that it calls, see `Context`.
+    """Let errors name this function, also errors of the `parts` that it calls, see `Context`.
 
-    Inside a call of which the function is a part, they keep the name of the whole.
+    If the function is itself a part of an outer call, errors keep the name of the outer function.
     """
 
     def __init__(self, function: str, /, *parts: str, **renamed: str):
@@ -109,9 +109,9 @@ def fail(argument: str, rule: str, got: object, advice: str = "") -> NoReturn:
 
 
 def own_flags(function: Function_, *, compiles: bool = False) -> Function_:
-    """Make a function in which the debugging flags of JAX do not act: placeholders are NaN, inf.
+    """Make a function that ignores JAX's debugging flags, since its placeholders are NaN or inf.
 
-    `jax_disable_jit` is among the flags if `compiles`: what is not compiled rounds otherwise.
+    With `compiles` it also ignores `jax_disable_jit`, which changes the rounding of results.
     """
 
     @functools.wraps(function)
@@ -141,7 +141,7 @@ def calling(argument: str, rule: str, advice: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def needed(needs: str, extra: str) -> Iterator[None]:
-    """Say how to install a library that cannot be imported; `needs` names it and who needs it."""
+    """Say how to install a missing library; `needs` names the library and what requires it."""
     try:
         yield
     except ImportError as error:
@@ -230,7 +230,7 @@ class Either(Constraint):
 
 @dataclass(frozen=True)
 class Where(Constraint):
-    """A value for which `holds(value)`, which the rule `text` says in words."""
+    """A value for which `holds(value)` is true; `text` states this rule in words."""
 
     text: str
     holds: Callable[[Any], object]
@@ -274,7 +274,7 @@ class Real(Constraint):
         traced: whether traced scalars pass, unchecked.
         large: whether integers beyond int32 pass.
         infinite: whether infinite numbers pass.
-        dtype: in which it must be finite; None: that of JAX, float32 unless x64 is on.
+        dtype: the number must be finite in this dtype; None: JAX's default float dtype.
     """
 
     low: float = -math.inf
@@ -428,9 +428,9 @@ class Tree(Constraint):
     """A tree of numbers or arrays, on any devices.
 
     Attributes:
-        text: the rule, if it has more to say than the axes.
+        text: the rule, if it requires more than the axes.
         axes: leading axes that all arrays share, not empty, such as "[chain, ...]".
-        like: name of an argument declared before, a tree with the same lengths of these axes.
+        like: name of an earlier argument, a tree whose axes must have the same lengths.
         keys, traced: whether JAX keys and traced arrays pass.
         finite: whether all numbers must be finite.
         floating: whether all must be floating-point numbers.
@@ -469,7 +469,7 @@ class Tree(Constraint):
                 fail(argument, self.rule, f"{show(leaf)} at {at}" if at else show(leaf))
             is_swapped |= isinstance(leaf, np.ndarray) and not leaf.dtype.isnative
             is_array = isinstance(leaf, (np.ndarray, jax.Array)) and not is_traced
-            # With several processes, all would have to check at the same time.
+            # With several processes, all of them would have to run the check at the same time.
             if self.finite and is_array and getattr(leaf, "is_fully_addressable", True):
                 with jax.ensure_compile_time_eval():
                     if not bool(jnp.isfinite(leaf).all()):
@@ -503,8 +503,8 @@ class Array(Constraint):
         axes: their names, "[input, class]"; "..." stands for further axes, " or " for a choice;
             empty: any axes.
         each: rule of the numbers.
-        like: name of an argument declared before whose shape it must have.
-        dtype: to which it is converted; None keeps its own.
+        like: name of an earlier argument whose shape it must have.
+        dtype: the array is converted to it; None keeps the array's own.
     """
 
     axes: str = ""

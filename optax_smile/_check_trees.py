@@ -1,4 +1,4 @@
-"""What trees of parameters and gradients must be."""
+"""Requirements on trees of parameters and gradients."""
 
 from collections.abc import Mapping
 
@@ -20,8 +20,8 @@ MISSING_PARAMS = (
 def check_params(params: object, smallest: int):
     """Require a tree of float32 or float64 leaves with at least `smallest` parameters.
 
-    A node without leaves that is no container passes: Optax maps over a state with such a
-    placeholder.
+    A node without leaves that is not a container passes: Optax uses such nodes as placeholders when
+    it maps over a state.
     """
     containers = (Mapping, list, tuple, type(None))
     if not isinstance(params, containers) and not jax.tree.leaves(params):
@@ -41,7 +41,7 @@ def check_params(params: object, smallest: int):
 
 
 def check_gradients(updates: object, params: object, name: str):
-    """Require gradients of these parameters, of whatever floating-point precision."""
+    """Require gradients of these parameters, in any floating-point precision."""
     check_alike("updates", updates, params, name)
     for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
         if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.floating):

@@ -22,7 +22,7 @@ def write(path: Path, content: bytes):
     """Write a file atomically: it is either complete or absent, even after a power failure."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        # Not through a link of this name.
+        # Do not follow a link of this name.
         draft.unlink(missing_ok=True)
         with draft.open("xb") as file:
             file.write(content)
@@ -43,7 +43,7 @@ def write(path: Path, content: bytes):
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
-    """Open a regular file; OSError for a link, pipe or device that may stand in its place."""
+    """Open a regular file; raise OSError if the path is a link, a pipe or a device."""
     # Windows has neither flag.
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     if path.is_symlink():
@@ -88,7 +88,7 @@ def import_safetensors() -> types.ModuleType:
 def pack(header: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> bytes:
     """Serialize arrays and a JSON header, each with its checksum, to a safetensors file.
 
-    If the header has the name of the `file`, `read` refuses it under another.
+    If the header contains the name of the `file`, `read` rejects the file under another name.
     """
     # safetensors writes raw memory, so arrays must be C-contiguous.
     arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
@@ -98,7 +98,7 @@ def pack(header: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> byte
 
 
 def read(file: Path, only_header: bool = False) -> tuple[Json, dict[str, np.ndarray]]:
-    """Read what was given to `pack`; a ValueError that does not name the file if it is damaged."""
+    """Read what `pack` has written; a damaged file raises a ValueError without its name."""
     with open_file(file), import_safetensors().safe_open(file, framework="numpy") as content:
         metadata = content.metadata() or {}
         text = metadata.get("optax_smile", "")

@@ -1,8 +1,8 @@
-"""Small leaves of a parameter tree, joined to one array while a call of `update` lasts.
+"""Small leaves of a parameter tree, joined into one array during a call of `update`.
 
 A network has many small leaves, such as biases, and XLA compiles several kernels for each leaf of a
-tree. Leaves that are joined share these kernels. Nothing inside a call knows of it: it is told
-where the entries lie, see `_places`.
+tree. Joined leaves share these kernels. The code inside a call does not depend on it: it gets the
+positions of the entries, see `_places`.
 """
 
 import functools
@@ -20,7 +20,7 @@ import optax
 from optax_smile import _places, _xla
 from optax_smile._types import T
 
-# Number of small leaves, and of entries of the tree, from which on they are joined.
+# Smallest number of small leaves, and of entries of the tree, for which leaves are joined.
 FEWEST, SMALLEST = 3, 500
 
 
@@ -56,23 +56,23 @@ class Joined:
 
 @dataclass(frozen=True)
 class JoinedPlace:
-    """What `_places.Place` is for a leaf, for joined leaves: the numbers of all entries."""
+    """The counterpart of `_places.Place` for joined leaves: the numbers of all entries."""
 
     in_leaf: np.ndarray
     in_tree: np.ndarray
     is_small = True
 
     def inside(self, leaf: jax.Array) -> np.ndarray:
-        """Number the entries of each leaf from zero on."""
+        """Number the entries of each leaf from zero."""
         return self.in_leaf
 
     def through(self, leaf: jax.Array, first: jax.Array) -> jax.Array:
-        """Number the entries through the tree."""
+        """Number the entries consecutively through the tree."""
         return first + self.in_tree
 
 
 def around(process: Callable[[Any, S], T]) -> Callable[[Any, S], T]:
-    """Join the small leaves that a function of a call and a state gets, and cut its results."""
+    """Join the small leaves in the arguments of a function, and split its results again."""
 
     def run(call: Any, state: S) -> T:
         if (layout := choose(call.params)) is None:
@@ -86,8 +86,8 @@ def around(process: Callable[[Any, S], T]) -> Callable[[Any, S], T]:
 def choose(params: optax.Params) -> Layout | None:
     """Choose the leaves to join: those that are small.
 
-    None for a tree of fewer than `SMALLEST` entries or `FEWEST` small leaves, on a mesh, and if
-    small leaves have different precisions.
+    None for a tree with fewer than `SMALLEST` entries or `FEWEST` small leaves, for a tree on a
+    mesh, and if small leaves have different precisions.
     """
     leaves, structure = jax.tree.flatten(params)
     is_small = tuple(0 < leaf.size <= _places.LARGEST for leaf in leaves)
@@ -109,10 +109,10 @@ def _places_of(layout: Layout, places: _places.Places) -> _places.Places:
 
 
 def join(layout: Layout, tree: T) -> T:
-    """Join the small leaves of all subtrees that are like the parameters.
+    """Join the small leaves of all subtrees that match the parameters.
 
-    A subtree is like them if it has their structure and small leaves of their shapes and precision.
-    Its large leaves may have other shapes, as those of a sketch have.
+    A subtree matches if it has their structure, and its small leaves have their shapes and
+    precision. Its large leaves may have other shapes, as in a sketch.
     """
     shapes, _ = layout.split(list(layout.shapes))
 
@@ -148,7 +148,7 @@ def part(tree: T) -> T:
 
 
 def _leaves(tree: Joined, joined: jax.Array) -> optax.Params:
-    """Cut the joined leaves out of their array."""
+    """Split the array of joined leaves."""
     layout, apart, first, leaves = tree.layout, iter(tree.apart), 0, []
     for shape, is_small in zip(layout.shapes, layout.is_small, strict=True):
         if is_small:

@@ -8,12 +8,12 @@ import numpy as np
 from optax_smile import _places, _tree
 from optax_smile._types import T
 
-# See `isotropic_like`: from this many parameters on, random signs are as good as normal numbers.
+# See `isotropic_like`: with this many parameters, random signs are as good as normal numbers.
 SMALLEST_NETWORK = 500
 
 
 def split(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return the next key of a random loss and the one to use now; None for others."""
+    """Return the next key and the key to use now; None if the loss is not random."""
     following, used = (None, None) if key is None else jax.random.split(key)
     return following, used
 
@@ -26,7 +26,7 @@ def normal_like(key: jax.Array, tree: T) -> T:
     def draw(key: jax.Array, leaf: jax.Array) -> jax.Array:
         sharding = jax.typeof(leaf).sharding
         if any(sharding.spec) and not isinstance(leaf, jax.core.Tracer):
-            # Explicit axes outside `jit`, where JAX draws only on the device of the key.
+            # With explicit axes outside `jit`, JAX draws only on the device of the key.
             return jax.device_put(jax.random.normal(key, leaf.shape, leaf.dtype), leaf.sharding)
         spread = {"out_sharding": sharding} if any(sharding.spec) else {}
         return jax.random.normal(key, leaf.shape, leaf.dtype, **spread)
@@ -37,9 +37,9 @@ def normal_like(key: jax.Array, tree: T) -> T:
 def isotropic_like(key: jax.Array, tree: T, places: _places.Places) -> T:
     """Draw a tree of independent entries with mean 0 and variance 1.
 
-    Networks get random signs, which are computed from their place where they are used: normal
-    numbers would cost as much as the rest of a call. Trees of a few parameters get normal numbers,
-    since there the corners of a cube are not like a sphere.
+    Networks get random signs, which are computed from their position where they are used: normal
+    numbers would cost as much as the rest of a call. Small trees get normal numbers, since in low
+    dimensions random signs are a poor approximation of an isotropic distribution.
     """
     if not has_signs(tree):
         return normal_like(key, tree)
@@ -52,15 +52,15 @@ def isotropic_like(key: jax.Array, tree: T, places: _places.Places) -> T:
 
 
 def has_signs(tree: object) -> bool:
-    """Whether `isotropic_like` draws signs, whose square is one."""
+    """Whether `isotropic_like` draws random signs."""
     return _tree.size(tree) >= SMALLEST_NETWORK
 
 
 def _noise_signs(bits: jax.Array, second: jax.Array, leaf: jax.Array) -> jax.Array:
     """Draw random signs by a hash of a random number and the numbers of the entries.
 
-    Source: Wellons 2018, "triple32", a mixing of 32 bits by three multiplications. With two
-    ("lowbias32") signs at some distances were correlated by .001.
+    Source: Wellons 2018, "triple32", which mixes 32 bits by three multiplications. With two of them
+    ("lowbias32"), signs at some distances had a correlation of .001.
     """
     bits = bits ^ second
     bits = (bits ^ (bits >> 17)) * np.uint32(0xED5AD4BB)

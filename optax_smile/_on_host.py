@@ -1,4 +1,4 @@
-"""Arrays of several chains or of a loader, on the host."""
+"""Conversion of arrays of several chains, or from a loader, to the host."""
 
 import hashlib
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ WIDE = (
 
 
 def as_numeric(argument: str, tree: T, *, copy: bool = False) -> T:
-    """Convert what `np.asarray` can to arrays of numbers in the byte order of the machine.
+    """Convert leaves that `np.asarray` accepts to numeric arrays in native byte order.
 
-    Scalars of Python and arrays of JAX stay as they are. A copy lets a loader reuse its memory.
-    JAX would wrap integers that do not fit its own without a word.
+    Scalars of Python and arrays of JAX stay as they are. With `copy`, a loader may reuse its
+    memory. Integers that do not fit JAX's type are refused, since JAX would silently wrap them.
     """
 
     def convert(path: tuple[object, ...], leaf: object) -> object:
@@ -31,7 +31,7 @@ def as_numeric(argument: str, tree: T, *, copy: bool = False) -> T:
         try:
             array = np.array(leaf) if copy else np.asarray(leaf)
         except Exception as error:
-            # Such as a tensor that requires gradients.
+            # For example a tensor that requires gradients.
             got = f"{got} ({type(error).__name__}: {_check.cut(error)})"
         else:
             if np.ma.is_masked(leaf):
@@ -63,7 +63,7 @@ def shapes_of_one(chains: object) -> Any:
 
 
 def local_blocks(tree: object) -> Iterator[tuple[int, int, list[np.ndarray]]]:
-    """Copy the chains that this process holds to the host, each from one of its devices.
+    """Copy the chains of this process to the host, each from one of its devices.
 
     Yields first and last chain of a block, and its leaves `[chain of the block, ...]`. Arrays on
     several processes are sharded only over the chains.
@@ -79,7 +79,7 @@ def local_blocks(tree: object) -> Iterator[tuple[int, int, list[np.ndarray]]]:
 
 
 def local(tree: object) -> Any:
-    """Copy the chains that this process holds to the host `[chain of this process, ...]`.
+    """Copy the chains of this process to the host, `[chain of this process, ...]`.
 
     If chains have copies in several processes, one process holds them and the others none.
     """
@@ -99,7 +99,7 @@ def everywhere(tree: object) -> Any:
 
 
 def first_alike(tree: object) -> list[int]:
-    """Return for each chain of arrays `[chain, ...]` the first one that is equal, bit for bit."""
+    """Return, for each chain of arrays `[chain, ...]`, the first chain that is bit-identical."""
     first: dict[bytes, int] = {}
     alike = []
     chains = zip(*map(np.asarray, jax.tree.leaves(tree)), strict=True)
@@ -110,12 +110,12 @@ def first_alike(tree: object) -> list[int]:
 
 
 def num_rows(batch: object, per_chain: bool) -> int | None:
-    """Return the length of the example axis if all leaves, scalars included, share one."""
+    """Return the length of the example axis; None if leaves, scalars included, disagree."""
     axis = int(per_chain)
     lengths = {np.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(batch)}
     return lengths.pop()[0] if len(lengths) == 1 and lengths != {()} else None
 
 
 def num_examples(batch: object, per_chain: bool) -> int | None:
-    """Return the number of examples of all arrays but scalars; None if they disagree."""
+    """Return the number of examples of all arrays except scalars; None if they disagree."""
     return num_rows([x for x in jax.tree.leaves(batch) if np.ndim(x) > per_chain], per_chain)

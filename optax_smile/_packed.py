@@ -1,7 +1,7 @@
-"""The state of a chain between calls: few arrays for the device, every number by its name.
+"""The state of a chain between calls: scalars in a few arrays, still accessible by name.
 
-A Python loop pays about 2 µs for every array that a compiled call takes or returns. Between calls
-the scalars of a state are therefore in three arrays. Nothing inside `process` knows of this.
+A Python loop pays about 2 µs for every array that a compiled call takes or returns. Between calls,
+the scalars of a state are therefore in three arrays. `process` does not depend on this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from optax_smile._types import T
 if TYPE_CHECKING:
     from optax_smile.state import SamplerState, Stats
 
-# Scalars of these kinds are packed, but for those that loops set or read around each call.
+# Scalars of these kinds are packed, except those that loops set or read around each call.
 KINDS = {"reals": np.floating, "counts": np.signedinteger, "flags": np.bool_}
 APART = ("step_size_factor", "state_format")
 
@@ -33,9 +33,9 @@ Inside = TypeVar("Inside", bound="SamplerState")
 class Fields(tuple[str, ...]):
     """Names of the items of a `State`. `in` also finds its packed scalars; iteration does not."""
 
-    # Kind and place of each.
+    # Kind and position of each packed scalar.
     packed: dict[str, tuple[str, int]]
-    # Ends of dotted names.
+    # Last parts of dotted names.
     ambiguous: set[str]
 
     def __contains__(self, name: object) -> bool:
@@ -45,8 +45,8 @@ class Fields(tuple[str, ...]):
 class State(tuple, Generic[Inside]):
     """State of a sampler between calls, a named tuple for JAX, Optax and Flax.
 
-    It has the parts of the state inside a call, arrays and trees, under their names there. Scalars
-    are in the items `reals`, `counts` and `flags`, `[..., scalar]`, and can be read by their names:
+    It has the arrays and trees of the state inside a call, under the same names. Scalars are in the
+    items `reals`, `counts` and `flags`, `[..., scalar]`, and can be read by their names:
     `state.num_rejected`, `optax.tree.get(state, "num_rejected")`. `optax.tree.set` sets items, and
     `state._replace(...)` also sets scalars.
     """
@@ -56,7 +56,7 @@ class State(tuple, Generic[Inside]):
     nested: ClassVar[Any]
     names: ClassVar[tuple[str, ...]]
     kinds: ClassVar[tuple[str, ...]]
-    # Name of the part that is like the parameters.
+    # Name of the part with the structure of the parameters.
     like: ClassVar[str]
     num_calls: ClassVar[int]
 
@@ -86,7 +86,7 @@ class State(tuple, Generic[Inside]):
         items, packed = self._items(), self._fields.packed
         arrays = {kind: items[kind] for kind in KINDS}
         if all(isinstance(array, jax.Array) for array in arrays.values()):
-            # Each in one program outside of compiled functions.
+            # Outside of compiled functions, each is read by one program.
             split = {kind: _split(array) for kind, array in arrays.items()}
             items |= {name: split[kind][place] for name, (kind, place) in packed.items()}
         else:
@@ -97,7 +97,7 @@ class State(tuple, Generic[Inside]):
         """Replace items or scalars by name."""
         items = self._items()
         if given.keys() == items.keys() and all(given[name] is x for name, x in items.items()):
-            # `optax.tree.set` passes all items, and knows no others.
+            # `optax.tree.set` passes all items, and only items.
             rule = f"one of {', '.join(self._fields)}"
             advice = "Set a scalar by `state._replace(name=...)`."
             with _check.called("optax.tree.set"):
@@ -139,7 +139,7 @@ class State(tuple, Generic[Inside]):
 
     @property
     def like_params(self) -> optax.Params:
-        """A tree like the leaves that move, with None for the others."""
+        """A tree of the leaves that are sampled, with None for the others."""
         return getattr(self, self.like)
 
     @property
@@ -161,10 +161,10 @@ class State(tuple, Generic[Inside]):
 
 
 def pack(inside: Inside, like_params: optax.Params) -> State[Inside]:
-    """Return the state of one chain between calls, from that inside a call.
+    """Convert the state of one chain inside a call to the state between calls.
 
-    A part is what is no named tuple, or a tree of the structure of `like_params`. Its name is
-    that of its field, with those of the tuples around it, and dots, where it is not unique.
+    A part is an array, or a tree with the structure of `like_params`. Its name is that of its
+    field, preceded by those of enclosing fields, with dots, if it is not unique.
     """
     like = jax.tree.structure(like_params)
 
@@ -186,7 +186,7 @@ def pack(inside: Inside, like_params: optax.Params) -> State[Inside]:
 
 
 def _names(paths: list[Any]) -> list[str]:
-    """Name parts by as many of their last fields as it takes to tell them apart."""
+    """Name each part by its last fields, as many as make the names unique."""
     fields = [[key.name for key in path] for path in paths]
     lengths = [1] * len(fields)
     while True:
@@ -210,7 +210,7 @@ def _kind_of(scalar: jax.Array) -> str:
 def _class_of(
     nested: object, names: tuple[str, ...], kinds: tuple[str, ...], like: str, num_calls: int
 ) -> type[State[Any]]:
-    """Make the class of all states of a layout, so that JAX tells those of others apart."""
+    """Make one class for all states of a layout, so that JAX distinguishes layouts by type."""
     pairs = list(zip(names, kinds, strict=True))
     fields = Fields([*(name for name, kind in pairs if not kind), *KINDS])
     members = [(kind, [name for name, x in pairs if x == kind]) for kind in KINDS]
@@ -224,13 +224,13 @@ def _class_of(
 def _restored(
     skeleton: object, kinds: tuple[str, ...], like: str, num_calls: int, items: tuple[object, ...]
 ) -> State[Any]:
-    """Make a state from a file of pickle."""
+    """Rebuild a pickled state."""
     names, nested = jax.tree.flatten(skeleton)
     return _class_of(nested, tuple(names), kinds, like, num_calls)(*items)
 
 
 def _at(array: Any, place: int) -> Any:
-    """Return one scalar, its shape, or what a map has made of all."""
+    """Return one scalar, its shape, or the leaf itself if a `tree.map` has replaced the array."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(array.shape[:-1], array.dtype)
     return array[..., place] if hasattr(array, "shape") else array

@@ -11,13 +11,13 @@ from optax_smile._types import T
 
 
 class Misfit(ValueError):
-    """A tree lacks a leaf, or has another in its place: what it must be, and what it is."""
+    """A leaf of a tree is missing or has another shape: the rule, and what was found."""
 
 
 def map_sampled(
     function: Callable[[jax.Array, jax.Array], jax.Array], sampled: object, params: T
 ) -> T:
-    """Map over the leaves that the sampler sees, and leave all others of `params` unchanged.
+    """Map over the leaves that the sampler receives, and leave all others of `params` unchanged.
 
     Leaves are matched by the names on their paths. Raises `Misfit`.
     """
@@ -42,12 +42,12 @@ def map_sampled(
 
 
 def without_variables(tree: T) -> T:
-    """Replace variables of Flax nnx by their arrays; there are none before it is imported."""
+    """Replace variables of Flax nnx by their arrays, if Flax nnx has been imported."""
     return getattr(sys.modules.get("flax.nnx"), "as_pure", lambda same: same)(tree)
 
 
 def leaves_like(sampled: object, tree: object) -> list[jax.Array] | None:
-    """Return the leaves of a tree that the sampler sees, matched as by `map_sampled`.
+    """Return the leaves of a tree that the sampler receives, matched as by `map_sampled`.
 
     None if one of them is missing or has another shape, as behind `optax.flatten`.
     """
@@ -75,7 +75,7 @@ def entry(key: object) -> list[str | int]:
 
 
 def name(path: Iterable[Iterable[str | int]], separator: str = "/") -> str:
-    """Join the entries of a path, pairs of kind and entry, to a name that no other path has.
+    """Join the entries of a path, pairs of kind and entry, to a unique name.
 
     Inside an entry, `~`, `/` and the separator are written `~0`, `~1` and `~2`.
     """
@@ -84,7 +84,7 @@ def name(path: Iterable[Iterable[str | int]], separator: str = "/") -> str:
 
 
 def place(path: tuple) -> str:
-    """Write a path as code; a leaf without one is the only leaf."""
+    """Write a path as code; an empty path means the only leaf."""
     return jax.tree_util.keystr(path) or "the only leaf"
 
 

@@ -1,4 +1,4 @@
-"""Where the entries of a leaf lie, on which random signs and the entries that are read depend."""
+"""Positions of the entries of a leaf; random signs and subsamples of entries depend on them."""
 
 from dataclasses import dataclass
 from typing import NewType
@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType
 
-# Number of entries up to which a leaf is small: a sketch of it is itself, and all are read.
+# Largest number of entries of a small leaf: it is its own sketch, and all entries are read.
 LARGEST = 2**10
 
 
@@ -26,20 +26,20 @@ class Place:
     is_small: bool
 
     def inside(self, leaf: jax.Array) -> jax.Array | np.ndarray:
-        """Number the entries of the leaf from zero on, modulo 2^32."""
+        """Number the entries of the leaf from zero, modulo 2^32."""
         return numbers(jnp.zeros((), jnp.uint32), leaf)
 
     def through(self, leaf: jax.Array, first: jax.Array) -> jax.Array:
-        """Number the entries through the tree, from `first` on, modulo 2^32."""
+        """Number the entries consecutively through the tree, starting at `first`, modulo 2^32."""
         return numbers(first + np.uint32(self.start % 2**32), leaf)
 
 
-# A tree of them, in the place of leaves; `_joined` has a kind of its own.
+# A tree with a `Place` for each leaf; for joined leaves see `_joined.JoinedPlace`.
 Places = NewType("Places", object)
 
 
 def of(tree: optax.Params) -> Places:
-    """Find the places of all leaves, a tree like this one."""
+    """Return a tree with the place of each leaf."""
     leaves, structure = jax.tree.flatten(tree)
     starts = [0, *np.cumsum([leaf.size for leaf in leaves])[:-1].tolist()]
     pairs = zip(starts, leaves, strict=False)

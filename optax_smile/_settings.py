@@ -1,4 +1,4 @@
-"""What a sampler was built with, for the manifest of a run."""
+"""The arguments of a sampler, for the manifest of a run."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ LARGEST_ARRAY = 16  # Larger arrays are described by shape and checksum.
 _REPORTS: ContextVar[dict[str, object] | None] = ContextVar("reports", default=None)
 # Settings of a run whose draws an optimizer made.
 OPTIMIZER: Mapping[str, object] = {"name": "optimizer", "is_posterior": False}
-# Settings of draws that were chosen by their indices.
+# Settings of draws that were selected by index.
 CHOSEN: Mapping[str, object] = {"name": "chosen draws", "is_posterior": False}
 
 
@@ -35,7 +35,7 @@ def reporting(init: optax.TransformInitFn, settings: Mapping[str, object]) -> op
 
 
 def _report(settings: Mapping[str, object]):
-    """Apart from `reporting`: a sampler that is pickled may not hold a context variable."""
+    """Report settings; not a closure, since a pickled sampler must not hold a context variable."""
     if (reports := _REPORTS.get()) is not None:
         reports.update(settings)
 
@@ -46,20 +46,20 @@ def are_posterior(settings: Mapping[str, object] | None) -> bool:
 
 
 def origin(settings: Mapping[str, object] | None) -> str:
-    """Say what draws are that are no posterior draws."""
+    """Say where draws come from that are not posterior draws."""
     return "draws chosen by their indices" if settings == CHOSEN else "iterates of an optimizer"
 
 
 def of(transformation: optax.GradientTransformation, params: optax.Params) -> Options | None:
-    """Return name and arguments of a sampler, also in a wrapper, as JSON types; None without."""
+    """Return name and arguments of a sampler, also in a wrapper, as JSON types; None if none."""
     return {x: _describe(value) for x, value in given(transformation, params).items()} or None
 
 
 def given(transformation: optax.GradientTransformation, params: optax.Params) -> Options:
-    """Return name and arguments of a sampler, also in a wrapper; nothing without."""
+    """Return name and arguments of a sampler, also in a wrapper; empty if there is no sampler."""
 
     def numbers() -> dict[str, jax.Array]:
-        """Only a compiled program knows what `optax.inject_hyperparams` injects."""
+        """Return values of `optax.inject_hyperparams`, which only compiled code knows."""
         transformation.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params))
         return {name: x for name, x in reports.items() if isinstance(x, jax.core.Tracer)}
 

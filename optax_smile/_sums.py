@@ -15,7 +15,7 @@ from optax_smile import _places, _tree, _xla
 from optax_smile._places import Places
 from optax_smile._types import T
 
-# Largest size of the blocks in which `sums` adds the numbers of a leaf, and least number of blocks.
+# Largest block size when `sums` adds the numbers of a leaf, and smallest number of blocks.
 LARGEST_BLOCK, SMALLEST_NUMBER = 2**7, 2**7
 # Number of independent random signs in a sketch.
 NUM_SIGNS = 2
@@ -23,7 +23,7 @@ NUM_SIGNS = 2
 FINGERPRINT = 2
 # Largest number of leaves on several devices that are summed together.
 LARGEST_GROUP = 8
-# A tree of the arrays that `sums_and_sketch` makes of the leaves.
+# A tree of arrays, one per leaf, made by `sums_and_sketch`.
 Sketch = NewType("Sketch", object)
 Combine = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -39,17 +39,17 @@ def sums_and_sketch(
     """Sum all entries of each of several trees, and sketch another, in one pass over memory.
 
     A sketch consists of sums over blocks of each leaf, with random signs that depend only on the
-    place: the mean of its square is that of the tree (Alon, Matias and Szegedy 1996). For a tree
-    of many blocks the square has a relative error of sqrt(2 / number of sums); a small leaf is its
-    own sketch. The sketch is a tree of the same structure, with the sums for each of `NUM_SIGNS`
-    signs along the last axis of a large leaf.
+    position. The expected squared norm of the sketch is that of the tree (Alon, Matias and Szegedy
+    1996). For a tree of many blocks the square has a relative error of sqrt(2 / number of sums); a
+    small leaf is its own sketch. The sketch is a tree of the same structure, with the sums for each
+    of `NUM_SIGNS` signs along the last axis of a large leaf.
 
-    On one device, one reduction over blocks computes all sums of a leaf and stores none of the
-    entries: float32 loses 1 % of ten million numbers that are added one after the other. Across
-    devices such a reduction would gather its arrays. There each tree is summed by itself, a few
-    leaves at a time, since the compiler joins only a few of the sums that cross devices.
+    On one device, one reduction over blocks computes all sums of a leaf and stores no intermediate
+    entries. Blocks are needed: a sequential float32 sum of ten million numbers loses 1 %. Across
+    devices such a reduction would gather its arrays. There each tree is summed separately, a few
+    leaves at a time, since the compiler merges only a few of the sums that cross devices.
 
-    All trees have the same shapes, and their entries the `places`, see `_places`.
+    All trees have the same shapes; `places` are the positions of their entries, see `_places`.
     """
     columns = list(zip(*(jax.tree.leaves(tree) for tree in trees), strict=True))
     signed, structure = jax.tree.flatten(sketched)
@@ -76,8 +76,8 @@ def sums_and_sketch(
 def fingerprint(tree: optax.Updates) -> jax.Array:
     """Compute the norm of a tree and its product with fixed random signs, `[2]`.
 
-    The product is linear in the tree. The signs depend only on the place inside a leaf, so that the
-    contribution of a leaf does not depend on the others.
+    The product is linear in the tree. The signs depend only on the position inside a leaf, so the
+    contribution of a leaf does not depend on the other leaves.
     """
     marked = signed(tree, _places.of(tree))
     return fingerprint_of(*sums([jax.tree.map(jnp.square, tree), marked]))
@@ -94,7 +94,7 @@ def signed(tree: T, places: Places) -> T:
 
 
 def empty_sketch(tree: optax.Params) -> Sketch:
-    """Sketch of zeros in the place of a tree, sharded as that of its leaves will be."""
+    """Make a sketch of zeros for a tree, with the sharding that its sketch will have."""
 
     def zeros(leaf, like):
         if leaf.shape == like.shape:
@@ -103,7 +103,7 @@ def empty_sketch(tree: optax.Params) -> Sketch:
 
     leaves = jax.tree.leaves(tree)
     if any(AxisType.Manual in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves):
-        # Inside a `shard_map` the zeros must vary over its axes as the leaves do.
+        # Inside a `shard_map`, the zeros must vary over the same axes as the leaves.
         empty = jax.tree.map(jnp.zeros_like, tree)
         return sums_and_sketch([empty], empty, _places.of(tree))[1]
     places = _places.of(tree)
@@ -167,7 +167,7 @@ def _block_sums(
     blocks, (axes, *_) = zip(*map(_split, (*leaves, *signed)), strict=True)
     totals = reduce(jnp.add, blocks, axes)
     sums, sketch = [jnp.ravel(x) for x in totals[: len(leaves)]], totals[len(leaves) :]
-    # Blocks of blocks, so that there is little to join.
+    # Sum blocks of blocks, so that the last sum is short.
     blocks, (axes, *_) = zip(*map(_split, sums), strict=True)
     return [jnp.ravel(x) for x in reduce(jnp.add, blocks, axes)], sketch
 
@@ -187,7 +187,7 @@ def _combine(function: Combine) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 def _fixed_signs(leaf: jax.Array, place: _places.Place) -> list[jax.Array]:
-    """Multiply by `NUM_SIGNS` random signs, which depend only on the place inside a leaf."""
+    """Multiply by `NUM_SIGNS` random signs, which depend only on the position inside a leaf."""
     bits = place.inside(leaf) * np.uint32(0x9E3779B9)
     bits = (bits ^ (bits >> 15)) * np.uint32(0x2C1B3C6D)
     bits = bits ^ (bits >> 13)

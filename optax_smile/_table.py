@@ -37,7 +37,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def memory(number: int) -> str:
-    """Format a number of bytes in the largest unit of which there is at least one."""
+    """Format a number of bytes in the largest unit that is not larger than it."""
     units = ("bytes", "kB", "MB", "GB", "TB")
     power = min(max(len(str(number)) - 1, 0) // 3, len(units) - 1)
     return f"{number / 1000**power:.3g} {units[power]}"

@@ -56,12 +56,12 @@ def warn_of_equal_keys(noise_id: np.ndarray):
 
 
 def late_share(on_its_way: np.ndarray) -> np.ndarray:
-    """Return the share of the last third of the ticks `[chain, tick]` that are no draws yet."""
+    """Return the share of the ticks `[chain, tick]` in the last third that are not draws yet."""
     return on_its_way[:, -max(1, on_its_way.shape[1] // 3) :].mean(axis=1)
 
 
 def warn_of_descent(on_its_way: np.ndarray):
-    """Warn of chains that have not arrived."""
+    """Warn of chains that are still in their descent."""
     chains = np.flatnonzero(late_share(on_its_way) > 0.5).tolist()
     if chains:
         advice = "Run longer before the first draw, and start from trained weights."

@@ -10,7 +10,7 @@ import optax
 
 from optax_smile import _check, _tree
 
-# Rounding in a long run adds up to less than this share of the norm of the parameters.
+# Rounding errors of a long run add up to less than this fraction of the parameters' norm.
 ROUNDING = 1e-3
 
 
@@ -42,7 +42,7 @@ def tracked(sampler: optax.GradientTransformation) -> optax.GradientTransformati
         `init` got them. `last_accepted(state)` needs no `params`.
 
     Raises:
-        ArgumentError (a ValueError): `sampler` is no Optax transformation.
+        ArgumentError (a ValueError): `sampler` is not an Optax transformation.
 
     Cost: one array of the size of the parameters.
 
@@ -95,6 +95,6 @@ def params_of(state: object) -> optax.Params | None:
 
 @jax.jit
 def are_alike(given: list[jax.Array], own: list[jax.Array]) -> jax.Array:
-    """Whether parameters of a loop are the tracked ones but for rounding."""
+    """Whether the parameters of a loop equal the tracked ones up to rounding."""
     off = optax.tree.sub(given, own)
     return optax.tree.norm(off) <= ROUNDING * optax.tree.norm(own)

@@ -26,12 +26,12 @@ class Matrix(NamedTuple):
         return unflat(product(flat(tree), self.entries), tree)
 
 
-# By what a tree is multiplied: entry by entry, by a matrix, or by one.
+# What multiplies a tree: a tree (entry by entry), a matrix, or nothing.
 Scale = optax.Params | Matrix | None
 
 
 def flat(tree: object) -> jax.Array:
-    """Join all leaves, `[entry]`; those that explicit axes spread over devices are gathered."""
+    """Join all leaves, `[entry]`; leaves sharded over explicit axes are gathered."""
 
     def whole(leaf: jax.Array) -> jax.Array:
         sharding = jax.typeof(leaf).sharding
@@ -54,7 +54,7 @@ def unflat(entries: jax.Array, like: T) -> T:
 
 
 def placed_as(like: object, leaf: jax.Array) -> jax.Array:
-    """Spread an array over devices as another, if explicit axes do so."""
+    """Shard an array like another, if that one is sharded over explicit axes."""
     sharding = jax.typeof(like).sharding
     return jax.sharding.reshard(leaf, sharding) if any(sharding.spec) else leaf
 
@@ -85,7 +85,7 @@ def is_floating(leaf: object) -> bool:
 
 
 def strong(leaf: object) -> object:
-    """Let the precision of an array count where it was made from a number of Python."""
+    """Make the dtype of an array that was made from a Python number strong."""
     return jnp.asarray(leaf, leaf.dtype) if isinstance(leaf, jax.Array) else leaf
 
 

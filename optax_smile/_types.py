@@ -6,15 +6,15 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import jax
 import optax
 
-# Keyword arguments that are collected before a call.
+# Keyword arguments, collected before a call.
 Options: TypeAlias = dict[str, Any]
-# The step size of a sampler: a number, or a schedule of the number of steps.
+# Step size of a sampler: a number, or a schedule, a function of the step count.
 StepSize: TypeAlias = float | jax.Array | optax.Schedule
 # Mean of a Gaussian prior: a number, a tree prefix of the parameters, or the start of the chain.
 PriorMean: TypeAlias = optax.Params | Literal["start"]
 # The log density of a prior, a function of the parameters.
 LogPrior: TypeAlias = Callable[[Any], jax.Array]
-# What a function returns as it gets it, such as a tree of one structure.
+# A type that a function returns unchanged, such as a tree of one structure.
 T = TypeVar("T")
 Class = TypeVar("Class", bound=type)
 

@@ -3,7 +3,7 @@
 import sys
 import warnings
 
-PASSED = {"optax_smile", "jax", "keras", "optax"}  # Their frames lie above the user's line.
+PASSED = {"optax_smile", "jax", "keras", "optax"}  # Frames of these packages are skipped.
 
 
 def warn(message: str):

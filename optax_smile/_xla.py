@@ -1,8 +1,8 @@
-"""What XLA stores, and in which order: tricks that change no number.
+"""Control what XLA stores, and in which order, without changing any number.
 
-The measurements are of compiled updates on the CPU with JAX 0.10.2, in arrays of the size of the
-parameters, 10^7 in 20 leaves, or of 705 parameters in 8 leaves (`write_once`). Without any one of
-the tricks a test of `tests/test_step_cost.py` fails.
+Measurements: compiled updates on the CPU with JAX 0.10.2, in arrays of the size of the parameters,
+10^7 of them in 20 leaves, or 705 in 8 leaves (`write_once`). If any one of these functions is
+removed, a test in `tests/test_step_cost.py` fails.
 """
 
 import functools
@@ -17,7 +17,7 @@ from optax_smile._types import T
 
 
 def fence(tree: T) -> T:
-    """Make XLA recompute from the result instead of storing, on the CPU.
+    """Make XLA recompute values from the result instead of storing them, on the CPU.
 
     Without it `psmile` stores a gradient: 1.12 temporary arrays instead of 0.12.
     """
@@ -27,9 +27,9 @@ def fence(tree: T) -> T:
 
 
 def second_pass(call: Any, state: Any, decision: Any) -> tuple[Any, Any, Any]:
-    """Separate what `move` of a sampler reads and writes from what `read` and `decide` read.
+    """Separate the memory pass of a sampler's `move` from that of its `read` and `decide`.
 
-    Of the numbers that these compute from arrays, `altered_share` is the last.
+    `altered_share` is the last number that `read` and `decide` compute from arrays.
     """
     dynamics = state.dynamics
     given = call.updates, call.params, dynamics.momentum, dynamics.preconditioner
@@ -41,10 +41,11 @@ def second_pass(call: Any, state: Any, decision: Any) -> tuple[Any, Any, Any]:
 
 
 def known_after(condition: jax.Array, *others: jax.Array) -> jax.Array:
-    """Return a condition that is known only after other numbers, none of them NaN, are computed.
+    """Make a condition depend on other numbers, none of them NaN, without changing its value.
 
-    What is selected by it is written later. Else XLA copies what the numbers are computed from:
-    `psmile` moves 27.4 arrays instead of 21.4, and keeps 0.67 temporary ones instead of 0.12.
+    XLA then computes these numbers before it writes arrays that are selected by the condition.
+    Otherwise it copies their inputs: `psmile` moves 27.4 arrays instead of 21.4, and keeps 0.67
+    temporary ones instead of 0.12.
     """
     return functools.reduce(jnp.logical_and, (other == other for other in others), condition)
 
@@ -52,9 +53,9 @@ def known_after(condition: jax.Array, *others: jax.Array) -> jax.Array:
 def replace(
     condition: jax.Array, new: optax.Updates, old: optax.Updates, *others: optax.Updates
 ) -> optax.Updates:
-    """Select a new tree where a condition holds, after others were computed from the old one.
+    """Select a new tree where a condition holds, after all other uses of the old one.
 
-    Else the old one is copied: `psmile` keeps 1.11 temporary arrays instead of 0.12.
+    Otherwise XLA copies the old tree: `psmile` keeps 1.11 temporary arrays instead of 0.12.
     """
 
     def leaf(x, y, *others):
@@ -66,8 +67,8 @@ def replace(
 def stack(arrays: list[jax.Array]) -> jax.Array:
     """Stack along a new last axis, in one pass over the arrays.
 
-    `jnp.stack` writes each of them first: `psmile` moves 21.47 arrays instead of 21.43. For scalars
-    it is better: in one kernel for all, a step of 705 parameters takes 1.6 times as long.
+    `jnp.stack` writes each array first: `psmile` moves 21.47 arrays instead of 21.43. For scalars,
+    use `jnp.stack`: with a single kernel, a step of 705 parameters takes 1.6 times as long.
     """
     *columns, last = [x[..., None] for x in arrays]
     is_at = [jnp.arange(len(arrays)) == place for place in range(len(columns))]
@@ -75,10 +76,10 @@ def stack(arrays: list[jax.Array]) -> jax.Array:
 
 
 def write_once(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Make XLA compute each array once on the CPU, of which several leaves are cut.
+    """Make XLA compute each array once on the CPU if several leaves are sliced from it.
 
-    Else it computes an array again for every leaf: `psmile` has 8,341 instructions, not 4,871.
-    One of several results of a reduction is stored: here the larger of two equal numbers.
+    Otherwise XLA recomputes it for every leaf: `psmile` has 8,341 instructions, not 4,871. XLA
+    stores the result of a reduction: here the larger of two equal numbers.
     """
 
     def largest(arrays: list[jax.Array]) -> list[jax.Array]:

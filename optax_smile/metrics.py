@@ -26,7 +26,7 @@ from optax_smile.draws.prediction import ROW_SUM_TOLERANCE, Prediction
 
 # Default number of bins of confidence, as in Guo et al. 2017.
 NUM_BINS = 15
-# Bisection steps that shrink a bracket to the rounding error of its first width, 2**-53.
+# Bisection steps that shrink a bracket to 2**-53 of its first width, the rounding error.
 BISECTIONS = 53
 # Range of temperatures of class probabilities, and tolerance of their logarithm.
 COLDEST, HOTTEST, TOLERANCE = 0.05, 20.0, 1e-9
@@ -74,7 +74,7 @@ class _Spreads(_check.Array):
         return np.broadcast_to(std, shape)
 
 
-# Numbers of scores have float64.
+# Scores are computed in float64.
 FINITE = _check.Real(dtype=float)
 # A target may have probability zero; NaN is padding.
 DENSITY = _check.Where("below infinity, not NaN", lambda density: density < np.inf)
@@ -132,7 +132,7 @@ def f1(probabilities: ArrayLike, labels: ArrayLike) -> float:
 def _area(metric: str, is_positive: ArrayLike, scores: ArrayLike) -> float:
     with _check.needed(f"`metrics.{metric}` needs scikit-learn", "eval"):
         from sklearn.metrics import roc_auc_score
-    # The area depends on the order alone, and scikit-learn refuses infinite scores.
+    # The area depends only on the order, and scikit-learn rejects infinite scores.
     return float(roc_auc_score(is_positive, np.unique(scores, return_inverse=True)[1]))
 
 
@@ -327,10 +327,10 @@ def crps(mean: ArrayLike, std: ArrayLike, targets: ArrayLike) -> float:
 def temperature(prediction: Prediction, targets: ArrayLike) -> float:
     """Fit the temperature with which `prediction.tempered` has the largest LPPD.
 
-    Apply it to other predictions of the same draws. Above 1 they are overconfident. For classes it
-    is at most 20, and an error if it is at most 0.05, as where every label has the largest
-    probability. With a variance it is the mean of squared errors / variance. Use inputs that served
-    neither for sampling nor for the choice of settings.
+    Apply it to other predictions of the same draws. A temperature above 1 means that they are
+    overconfident. For classes it is at most 20; a fit of at most 0.05 is an error, such as if every
+    label has the largest probability. With a variance it is the mean of squared errors / variance.
+    Use inputs that were used neither for sampling nor to choose settings.
 
     Example:
         >>> import numpy as np
@@ -355,7 +355,7 @@ def temperature(prediction: Prediction, targets: ArrayLike) -> float:
     return float(np.exp(best.x))
 
 
-# Functions that `score` calls, and its arguments that correspond to theirs.
+# Functions that `score` calls, and the arguments that it passes to them.
 SCORED = "lppd", "perplexity", "accuracy", "f1", "brier", "ece", "aurc", "rmse", "crps", "coverage"
 IN_SCORE = {"labels": "targets", "log_density": "prediction"}
 IN_SCORE |= dict.fromkeys(("probabilities", "mean", "std"), "prediction")
@@ -388,7 +388,7 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
         named = {"accuracy": accuracy, "F1": f1, "Brier": brier, "ECE": ece, "AURC": aurc}
         chances = np.asarray(mean)
         if chances.shape == targets.shape:
-            # Those of class 1.
+            # Probabilities of class 1.
             if (unknown := targets[~np.isin(targets, (0, 1))]).size:
                 _check.fail("targets", "0 or 1", unknown[0])
             chances = np.stack([1 - chances.ravel(), chances.ravel()], axis=1)

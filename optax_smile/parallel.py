@@ -19,7 +19,7 @@ __all__ = ["init", "over_chains", "place", "place_batch", "step"]
 Carry = TypeVar("Carry")
 Function = TypeVar("Function", bound=Callable[..., object])
 CHAIN, DATA = "chain", "data"
-OLDEST = (0, 7)  # Of JAX that has what a mesh needs.
+OLDEST = (0, 7)  # Oldest JAX version that supports meshes.
 
 
 class ChainMesh(_check.Constraint):
@@ -67,14 +67,14 @@ def num_chains(tree: object, argument: str = "params") -> int:
 
 
 def _put(leaf: jax.typing.ArrayLike, sharding: NamedSharding) -> jax.Array:
-    """Shard an array, which is the same in every process, over devices."""
+    """Shard an array over devices; it must be the same in every process."""
     if sharding.is_fully_addressable or isinstance(leaf, jax.Array) and len(leaf.devices()) > 1:
         return jax.device_put(leaf, sharding)
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-# Copies may be donated.
+# Copy, since the results may be donated.
 _copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
 
 
@@ -134,7 +134,7 @@ def place_batch(
             several devices stay there.
         mesh: devices; None: return the batch unchanged.
         per_chain: whether an axis of chains precedes the examples, `[chain, example, ...]`.
-        stacked: whether an axis of calls precedes them, after that of chains.
+        stacked: whether an axis of calls precedes the examples, after the axis of chains.
     """
     if mesh is None:
         return batch
@@ -164,7 +164,7 @@ def over_chains(
 ) -> Function:
     """Map a function of one chain over all chains, to compile with `jax.jit`.
 
-    The axis `"chain"` is a manual axis of `jax.shard_map`, so that chains cannot communicate; the
+    The axis `"chain"` is a manual axis of `jax.shard_map`, so chains cannot communicate. The
     compiler handles the other axes of the mesh. All results have a leading chain axis.
 
     Args:
@@ -207,8 +207,8 @@ def init(
         mesh: devices, or None.
         specs: specs of the parameters, see `place`; arrays of the state that correspond to
             parameters are sharded like them.
-        key: JAX key or seed, from which each chain's state gets its own `key`, if it has one. It is
-            then required for several chains, which would otherwise draw the same numbers.
+        key: JAX key or seed. Each chain's state gets its own `key` from it, if the state has one.
+            For several chains it is then required: without it they would draw the same numbers.
 
     Raises:
         ValueError: as for `place`; several chains with random numbers but without a key; a state
@@ -246,12 +246,12 @@ def init(
 
 
 def _is_random_key(_, value: object) -> bool:
-    """Return whether a leaf is a random key, not a moment of a layer called `key` (attention)."""
+    """Return whether a leaf is a random key, not the moment of an attention layer called `key`."""
     return getattr(value, "dtype", None) == jnp.uint32
 
 
 def _is_missing(leaf: object) -> bool:
-    """Return whether a state has no array in the place of this leaf of the parameters."""
+    """Return whether a state has no array for this leaf of the parameters."""
     return leaf is None or isinstance(leaf, optax.MaskedNode)
 
 
@@ -271,7 +271,7 @@ def _split_key(key: jax.Array, chains: int, *, mesh: Mesh | None = None) -> jax.
 def _loss_keys(
     key: jax.Array, is_stochastic: bool, chains: int, *, mesh: Mesh | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return a key for all else, and keys `[chain]` for the loss if it is random."""
+    """Return keys `[chain]` for the loss if it is random, and a key for everything else."""
     if not is_stochastic:
         return key, None
     key, of_loss = jax.random.split(key)

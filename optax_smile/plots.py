@@ -1,10 +1,10 @@
 """Plots of a run and its predictions: did the chains run well, and can the result be trusted?
 
 Each function draws one plot onto `ax`, or onto a new figure, and returns the axes. They need
-matplotlib, `pip install 'optax-smile[plots]'`, else they raise an `ImportError`. They raise
-ValueError for missing, empty or mismatched arrays and for NaN where no gaps are allowed. A `trace`
-is the attribute of what `sample` returns: arrays `[chain, tick]`, warm-up included. For other plots
-of a run use ArviZ, after `diagnostics.to_arviz`.
+matplotlib (`pip install 'optax-smile[plots]'`) and raise an `ImportError` without it. They raise
+ValueError for missing, empty or mismatched arrays, and for NaN unless gaps are allowed. `trace` is
+an attribute of the result of `sample`: arrays `[chain, tick]`, warm-up included. For other plots of
+a run use ArviZ, after `diagnostics.to_arviz`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
     from optax_smile.chains.select import Selection
 
-# Okabe and Ito 2008, distinct for colour-blind readers, without yellow, too pale for a line; three
-# muted colours of Tol 2021.
+# Okabe and Ito 2008, distinct for colour-blind readers, without yellow, which is too pale for
+# lines; and three muted colours of Tol 2021.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
 PALETTE += ("#999933", "#AAAAAA")
-# Look of a band, and size of a new figure in inches.
+# Style of a band, and size of a new figure in inches.
 BAND: Options = {"color": PALETTE[0], "alpha": 0.25, "lw": 0}
 FIGURE_SIZE = (5.6, 4.4)
-# Of a legend: characters in a row, and those of a handle; distance below the axes, in sizes of its
-# font, with room for ticks and label.
+# Legends: characters per row and per handle; distance below the axes in font sizes, which leaves
+# room for ticks and label.
 LEGEND_WIDTH, LEGEND_HANDLE, BELOW_AXES = 60, 6, 4.3
 # Area of the largest and smallest dot of a reliability diagram, in square points.
 LARGEST_DOT, SMALLEST_DOT = 350.0, 12.0
 # Ratio of largest to smallest value up to which a linear axis works well.
 LINEAR_SPREAD = 3.0
-# Enough windows to see a trend; with fewer values in each, the 5 % quantile is their minimum.
+# Enough windows to see a trend, and enough values in each that the 5 % quantile is not the minimum.
 MOST_WINDOWS, LEAST_VALUES = 40, 20
-# Nats per input; candidates further below the best of their round do not affect the scale.
+# In nats per input; candidates further below the best of their round do not affect the scale.
 FAR_FROM_BEST = 1.0
 # Horizontal distance between two candidates of a round, as a fraction of its steps.
 NEXT_TO = 0.015
@@ -240,9 +240,9 @@ def chain_paths(params: object, *, start: object = None, ax: Axes | None = None)
     """Plot the paths of the chains in the plane in which the draws vary most.
 
     Overlapping paths explore the same region. Separate clouds are different modes. A path that
-    still moves in one direction has not converged. If the plane has a small share of the variance,
-    which the axis labels give, do not rely on distances in it. A cross marks the start of a path
-    (its first draw without `start`), a dot its end.
+    still moves in one direction has not converged. The axis labels give the plane's share of the
+    variance: if it is small, do not rely on distances in the plane. A cross marks the start of a
+    path (its first draw without `start`), a dot its end.
 
     Args:
         params: a tree of arrays `[chain, draw, ...]`, such as the `params` of what `sample`

@@ -23,14 +23,14 @@ import optax
 from optax_smile import _check, _paths, _table, _tree
 from optax_smile._types import LogPrior, PriorMean, T
 
-# The prior's mean is the start of the chain.
+# Value of `prior_mean` that means the start of the chain.
 START = "start"
 PRIOR = "prior_precision", "prior_mean"
 
 
 @dataclass(frozen=True)
 class PerParameter(_check.Constraint):
-    """A number, or a tree of numbers and arrays of them; traced ones pass."""
+    """A number, or a tree of numbers and arrays; traced ones pass."""
 
     each: _check.Real
 
@@ -55,9 +55,9 @@ class PerParameter(_check.Constraint):
 
 
 class Potential(NamedTuple):
-    """What turns a mean loss into the energy of a posterior: arguments of `samplers.smile.psmile`.
+    """Arguments of `psmile` that turn a mean loss into the energy of a posterior.
 
-    A summed loss makes every energy wrong by a factor that nothing downstream can detect.
+    With a summed loss every energy is wrong by a factor, which later code cannot detect.
     """
 
     num_data: float | jax.Array
@@ -80,14 +80,14 @@ def check(potential: Potential):
 def check_prior(potential: Potential, params: optax.Params):
     """Require the prior to be numbers or prefixes of the parameter tree that fit its leaves.
 
-    `optax.tree.map_params` calls `init` with a placeholder without leaves, which passes.
+    `optax.tree.map_params` calls `init` with a placeholder that has no leaves; it passes.
     """
     if not jax.tree.leaves(params):
         return
     for argument in PRIOR:
         prefix = getattr(potential, argument)
         if isinstance(prefix, str):
-            # The start is like the parameters.
+            # The start has the structure of the parameters.
             continue
         try:
             spread = _spread(prefix, params)
@@ -114,7 +114,7 @@ def check_prior(potential: Potential, params: optax.Params):
 
 
 def _places(tree: object) -> str:
-    """Name the places of the leaves of a tree."""
+    """List the paths of the leaves of a tree."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     return _table.some(jax.tree_util.keystr(path) or "the root" for path in paths) or "no path"
 
@@ -124,7 +124,7 @@ def with_log_prior(
 ) -> tuple[optax.Updates, jax.Array | None]:
     """Add a prior that is a function to the mean loss, as -log_prior / num_data.
 
-    Where its density is 0, the gradient is NaN and the loss infinite, and the step is rejected.
+    Where the density is 0, the gradient becomes NaN, the loss infinite, and the step is rejected.
     """
     if potential.log_prior is None:
         return updates, value
@@ -145,7 +145,7 @@ def centre(potential: Potential, params: T) -> T | None:
 
 
 def spread(potential: Potential, params: optax.Params) -> Potential:
-    """Expand a prior that is not one number to trees of arrays like the parameters."""
+    """Expand a prior that is not a single number to trees of arrays like the parameters."""
 
     def arrays(prefix: Any) -> optax.Params:
         if jax.tree_util.all_leaves([prefix]) and jnp.ndim(prefix) == 0:
@@ -234,11 +234,11 @@ def prior_energy(potential: Potential, params: optax.Params) -> jax.Array:
 def prior_terms(
     potential: Potential, params: optax.Params, displacement: optax.Updates
 ) -> optax.Updates:
-    """Compute what a displacement from `params` adds to the prior's part of the energy, in nats.
+    """Compute the change of the prior's part of the energy after a displacement, in nats.
 
-    The sum of the terms precision * displacement * (params - mean + displacement / 2), one for each
-    parameter. The difference of two squared norms would lose half a nat in float32 at 10^7
-    parameters.
+    It is the sum of the terms precision * displacement * (params - mean + displacement / 2), one
+    for each parameter, with `params` before the displacement. The difference of two squared norms
+    would lose half a nat in float32 at 10^7 parameters.
     """
 
     def leaf(precision, mean, x, dx):
@@ -248,19 +248,19 @@ def prior_terms(
 
 
 def energy_change(potential: Potential, loss_change: T, prior_change: T) -> T:
-    """Compute the change of U in nats from that of the mean loss and that of the prior's part."""
+    """Compute the change of U in nats from the changes of the mean loss and of the prior's part."""
     return _weight(potential) * loss_change + prior_change
 
 
 def excess_loss(potential: Potential, curvature: float, num_parameters: int) -> float:
-    """Bound the mean loss of draws above that of the minimum at the prior's mean.
+    """Compute an upper bound on how far the mean loss of draws lies above the minimum.
 
-    A direction in which the mean loss has the curvature h adds T h / (2 (N h + P)), concave in h:
-    with the trace H of the Hessian all d directions add at most
+    The minimum is at the prior's mean. A direction with the curvature h adds T h / (2 (N h + P)),
+    which is concave in h. With the trace H of the Hessian, all d directions add at most
 
         T / 2 * H d / (N H + P d)
 
-    nats per example, which is at most T d / (2 N), and T H / (2 P).
+    nats per example. This is at most T d / (2 N), and at most T H / (2 P).
     """
     if curvature <= 0:
         return 0.0
@@ -269,13 +269,13 @@ def excess_loss(potential: Potential, curvature: float, num_parameters: int) -> 
 
 
 def least_excess_loss(potential: Potential, curvature: float, square: float) -> float:
-    """Bound from below what `excess_loss` bounds from above, by the Cauchy-Schwarz inequality.
+    """Compute a lower bound on the same excess as `excess_loss`, by the Cauchy-Schwarz inequality.
 
-    With the trace H of the Hessian and the trace S of its square all directions add at least
+    With the trace H of the Hessian and the trace S of its square, all directions add at least
 
         T / 2 * H^2 / (N S + P H)
 
-    nats per example: exactly so much where all directions with any curvature have the same.
+    nats per example. Equality holds if all directions with nonzero curvature have the same.
     """
     if curvature <= 0 or square <= 0:
         return 0.0
@@ -288,14 +288,14 @@ def strength_for(
 ) -> float:
     """Compute the prior precision whose `excess_loss` is `allowed`: P = T H / (2 a) - N H / d.
 
-    0 if the loss of every prior is smaller.
+    0 if the excess is smaller for every prior.
     """
     total = potential.temperature * curvature / (2 * allowed)
     return max(total - potential.num_data * curvature / num_parameters, 0.0)
 
 
 def _count(potential: Potential) -> Any:
-    """num_data as a float: the integers of JAX overflow at 2 10^9 tokens."""
+    """num_data as a float, since JAX's integers overflow at 2 10^9 tokens."""
     num_data = potential.num_data
     return num_data if isinstance(num_data, jax.Array) else float(num_data)
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["write"]
 
-# Inches of a plot and dots per inch: labels are readable on a screen of 400 pixels.
+# Size of a plot in inches and dots per inch: labels are readable on a screen of 400 pixels.
 SIZE, DENSITY = (4.8, 4.0), 230
-# Number of parameters for the plot of the paths, which needs a gigabyte for as many.
+# Largest number of parameters for the plot of the paths, which then needs a gigabyte.
 MOST_PARAMETERS = 1 << 25
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 0 auto; padding: 1em;
@@ -73,8 +73,8 @@ def write(
         directory: directory of a run, written by `sample(directory=...)`.
         output: the HTML file; None: `report.html` in the directory.
         title: title of the page; None: the name of the sampler.
-        prediction: result of `predict(..., per="draw", targets=...)` for these draws, by which
-            `summary` judges the chains; None: by their weights. It may be `tempered`.
+        prediction: result of `predict(..., per="draw", targets=...)` for these draws. `summary`
+            checks the chains by it; None: by their weights. It may be `tempered`.
         pictures: axes with more plots by caption, such as
             `{"Dots below the line are overconfident.": plots.reliability(chances, labels)}`.
 
@@ -124,7 +124,7 @@ def _figure(caption: str, axes: Axes) -> str:
 
 
 def _pictures(run: StoredSnapshots) -> Iterator[tuple[str, Axes]]:
-    """Yield how to read a plot, and the plot, where there are data."""
+    """Yield pairs of a caption and a plot, for all plots that have data."""
     from matplotlib.figure import Figure
 
     trace, size = run.trace, sum(np.size(leaf) for leaf in jax.tree.leaves(run[0]))

@@ -1,4 +1,4 @@
-"""What can be read from the state of any sampler, also inside a larger state."""
+"""Read statistics and draws from the state of any sampler, also inside a larger state."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from optax_smile._types import T, by_identity
 
 # Format of the states of all samplers. A state of another format cannot be continued.
 STATE_FORMAT = 13
-# Largest share of gradients that are not finite; healthy runs have none or a handful.
+# Largest share of gradients that are not finite; healthy runs have none or very few.
 MOST_NONFINITE = 0.01
 # Nats per example by which draws may be worse than the start: targets 63 % less probable.
 MOST_RISE = 1.0
-# Gradients whose mean loss is that of the start: a network is still near it. After 16 it is not.
+# Number of gradients whose mean loss is that of the start. After 16, a network has left it.
 NUM_OF_START = 8
-# Advice about a transformation after the sampler.
+# Advice if a transformation follows the sampler.
 AFTER = (
     "Remove what comes after the sampler: it changes the steps and makes the draws wrong. A sampler"
     " has no learning rate, and its prior replaces weight decay. Only"
     " `optax.clip_by_global_norm` may come before it."
 )
-# Advice about leaves that a wrapper hides from the sampler.
+# Advice if a wrapper hides leaves from the sampler.
 AT_REST = (
     "Optax adds their raw gradients to them. Use"
     ' `optax.partition({"sampled": sampler, "frozen": optax.set_to_zero()}, labels)`.'
@@ -38,11 +38,11 @@ class LastUpdate(NamedTuple):
     """Facts about the last call of `update`; for fields that are not listed see `Stats`.
 
     Attributes:
-        energy_change: as in `Stats`, but 0 where that is NaN: NaN is not equal to itself, and some
-            loops compare the states of replicas.
+        energy_change: as in `Stats`, but 0 instead of NaN: some loops compare the states of
+            replicas, and NaN is not equal to itself.
         has_energy: whether `energy_change` is known.
-        last_temperature: of the posterior. A field `temperature` would clash with the one that
-            `optax.inject_hyperparams` adds to the state.
+        last_temperature: temperature of the posterior. A field `temperature` would clash with the
+            one that `optax.inject_hyperparams` adds to the state.
         fingerprint: `_sums.fingerprint` of the gradient that the loop passed; zeros if the call was
             rejected.
     """
@@ -71,7 +71,7 @@ class LastUpdate(NamedTuple):
         return self._replace(
             energy_level=jnp.full_like(self.energy_level, value is not None),
             accepted=~reject,
-            # Inside `shard_map` with the axes of a scalar of the state.
+            # Inside `shard_map`, the number needs the axes of a scalar of the state.
             last_temperature=jnp.zeros_like(last) + jnp.asarray(temperature, last.dtype),
             num_gradients=_tree.count(self.num_gradients),
             fingerprint=jnp.where(reject, 0, fingerprint),
@@ -79,20 +79,20 @@ class LastUpdate(NamedTuple):
         )
 
     def stats(self) -> dict[str, jax.Array]:
-        """Return its part of `Stats`."""
+        """Return the fields of `Stats` that are stored here."""
         stats = self._asdict()
         stats["temperature"] = stats.pop("last_temperature")
         stats["gradient_norm"] = stats.pop("fingerprint")[..., 0]
         has_energy = stats.pop("has_energy")
         change = stats["energy_change"]
-        # A state on the host may be float64 although JAX only has float32.
+        # A state on the host may be float64 even if JAX uses only float32.
         array = jnp if isinstance(change, jax.Array) else np
         stats["energy_change"] = array.where(has_energy, change, array.full_like(change, np.nan))
         return stats
 
 
 def no_update(dtype: jnp.dtype, temperature: float | jax.Array) -> LastUpdate:
-    """State before the first call."""
+    """Return the state before the first call."""
     return LastUpdate(
         energy_change=jnp.zeros((), dtype),
         has_energy=jnp.zeros((), bool),
@@ -115,14 +115,14 @@ _NO: Any = False
 
 @by_identity
 class Stats(NamedTuple):
-    """Scalars that describe the last call of a sampler, see `stats`; defaults if not measured.
+    """Scalars that describe the last call of a sampler, see `stats`; fields have defaults.
 
     Attributes:
         step_size: step size of the current step; after a rejected call, of the next step. That of
             `psmile` is a length in scaled coordinates.
         width: width of the posterior in the coordinates of `step_size`: the square root of its
-            total variance, from the mean curvature where the chain has been; inf until it is known,
-            NaN where `psmile` uses no matrix.
+            total variance, estimated from the mean curvature along the chain; inf until it is
+            known, NaN if `psmile` uses no matrix.
         energy_change: energy gained by the step that ended, nats; NaN if the call did not end a
             step or its energy is unknown.
         energy_mean, energy_std: moving mean and standard deviation of |energy_change|, nats; NaN
@@ -134,8 +134,8 @@ class Stats(NamedTuple):
             part of `cyclical_sgld`.
         num_rejected: steps rejected for an outlying energy.
         num_nonfinite: calls with a gradient or a value that is not finite.
-        num_outlying: gradients that the averages weight less, as they are zero or more than three
-            times as large as the average; 0 for samplers without averages.
+        num_outlying: gradients with reduced weight in the averages, since they are zero or more
+            than three times as large as the average; 0 for samplers without averages.
         gradient_norm: norm of the gradient that the loop passed; 0 if the call was rejected.
         num_gradients: calls of `update` so far.
         temperature: of the posterior; below 1 it is colder than the Bayesian posterior.
@@ -144,18 +144,19 @@ class Stats(NamedTuple):
             bound on the share of noise in the gradients. NaN before the first change, and for
             samplers that do not measure it.
         descent: energy that the chain has lost over the last quarter of its gradients, estimated
-            from them, in standard deviations of what a converged chain loses by chance; NaN for
+            from them, in standard deviations of the loss of a converged chain by chance; NaN for
             samplers that do not measure it.
         on_its_way: True while the chain still falls towards the posterior: `descent` is more than
             3. These points are not yet draws.
         below_resolution: True if the step is so short that rounding loses it when it is added to
             the parameters.
-        num_altered: calls whose parameters were not those that the updates of the call before lead
-            to. Something changed them: a transformation after the sampler, a projection, an
-            average. Calls after a rejected step are not compared.
+        num_altered: calls whose parameters were not those that the previous updates lead to.
+            Something changed them, such as a later transformation, a projection or an average.
+            Calls after a rejected step are not compared.
         is_altered: True if at least three, and more than 1 %, of the last 512 compared calls were
-            altered. The points are then not draws. A single restored checkpoint does not set it. A
-            compiled call sets it for good if it gets no gradient for a leaf of the first call.
+            altered. The points are then not draws. A single restored checkpoint does not set it.
+            Inside `jit`, losing the gradient of a leaf after the first call also sets it,
+            permanently.
         num_parameters: d, the number of sampled parameters: those of the leaves with a gradient; 0
             for an optimizer.
         noise_id: identifies the random numbers of the next call. If it is equal in two chains, both
@@ -188,10 +189,10 @@ class Stats(NamedTuple):
 
     @classmethod
     def of(cls, num_gradients: jax.Array, **known: jax.Array) -> Stats:
-        """Make statistics with the shape of a counter; those that are not given have defaults."""
+        """Make statistics with the shape of a counter; fields that are not given have defaults."""
         array = jnp if isinstance(num_gradients, jax.Array) else np
         kinds, given = {float: np.float32, int: np.int32, bool: np.bool_}, cls._field_defaults
-        # One array for each value: a device that is at work takes only few calls before it is done.
+        # Make one array per value: a busy device accepts only a few calls at a time.
         values = {repr(value): value for value in given.values()}
         made = {x: array.full_like(num_gradients, y, kinds[type(y)]) for x, y in values.items()}
         others = {name: made[repr(value)] for name, value in given.items()}
@@ -206,7 +207,7 @@ def noise_id(key: jax.Array | None, counter: jax.Array) -> jax.Array:
     array = jnp if isinstance(counter, jax.Array) else np
     if key is None:
         return array.zeros_like(counter, np.uint32)
-    # Not 0 for small seeds.
+    # The constant makes the result nonzero for small seeds.
     return key[..., 0] ^ key[..., -1] ^ np.uint32(0x9E3779B9)
 
 
@@ -233,14 +234,14 @@ class SamplerState(Protocol):
         ...
 
     def last_received(self) -> tuple[optax.Updates, jax.Array] | None:
-        """Sampled leaves, and `_sums.fingerprint` of their last gradient; None if not kept."""
+        """Sampled leaves, and `_sums.fingerprint` of their last gradient; None if not stored."""
         ...
 
 
 def find(state: object, argument: str = "state") -> SamplerState:
-    """Find the one sampler state inside a larger state, after which nothing may come in a chain.
+    """Find the only sampler state inside a larger state; in a chain, the sampler must be last.
 
-    `argument` is the name of what the user passed.
+    `argument` is the name of the user's argument.
     """
     kind, missing, advice = "a transformation", "one without a sampler", ""
     if argument == "state":
@@ -256,10 +257,10 @@ def find(state: object, argument: str = "state") -> SamplerState:
         _check.fail(argument, rule, f"one with {len(states)}", "Remove all but one.")
     for chain in chains:
         place = next((i for i, part in enumerate(chain) if _samplers(part)[0]), len(chain))
-        # Only states of transformations, not other entries of a loop's tuple.
+        # Count only states of transformations, not other entries of a loop's tuple.
         later = [part for part in chain[place + 1 :] if hasattr(part, "_fields")]
         if any(isinstance(part, optax.MaskedState) for part in chain[place : place + 1]):
-            # The states do not say which leaves belong to which.
+            # The states do not say which leaves belong to which part.
             later = [part for part in later if not isinstance(part, optax.MaskedState)]
         if later:
             kind = "the state of an" if argument == "state" else "an"
@@ -271,7 +272,7 @@ def find(state: object, argument: str = "state") -> SamplerState:
 
 
 def check_place(argument: str, state: object, params: object = None):
-    """Require a sampler that sees leaves of `params` as they are, while the other leaves rest."""
+    """Require a sampler that receives leaves of `params` unchanged; other leaves must not move."""
     sampled = getattr(find(state, argument), "like_params", None)
     params, sampled = map(_paths.without_variables, (params, sampled))
     if params is not None and _paths.leaves_like(sampled, params) is None:
@@ -279,7 +280,7 @@ def check_place(argument: str, state: object, params: object = None):
         _check.fail(argument, rule, got, "Leave out `optax.flatten`.")
 
     def is_wrapper(node: object) -> bool:
-        # The states of the parts of `optax.partition` are in a field of this name.
+        # `optax.partition` stores the states of its parts in a field of this name.
         return isinstance(node, optax.MaskedState) or hasattr(node, "inner_states")
 
     def is_hidden(node: object) -> bool:
@@ -294,7 +295,7 @@ def check_place(argument: str, state: object, params: object = None):
 
 
 def check_format(argument: str, state: SamplerState):
-    """Require the format of this version; a number that the device still computes passes."""
+    """Require the format of this version; a number that is not yet computed passes."""
     number = getattr(state, "state_format", STATE_FORMAT)
     if not is_ready(number) or np.all(np.asarray(number) == STATE_FORMAT):
         return
@@ -304,7 +305,7 @@ def check_format(argument: str, state: SamplerState):
 
 
 def is_concrete(number: object) -> bool:
-    """Whether this process knows a number of a state, or will when the device has computed it."""
+    """Whether this process can read a number of a state, if necessary by waiting for the device."""
     is_shape = isinstance(number, (jax.core.Tracer, jax.ShapeDtypeStruct))
     return not is_shape and getattr(number, "is_fully_addressable", True)
 
@@ -315,7 +316,7 @@ def is_ready(number: object) -> bool:
 
 
 def _samplers(state: object) -> tuple[list[SamplerState], list[tuple[object, ...]]]:
-    """Sampler states inside a state, and plain tuples: the states of `optax.chain` are tuples."""
+    """Return sampler states inside a state, and plain tuples, such as states of `optax.chain`."""
     chains = []
 
     def is_sampler(node: object) -> bool:
@@ -333,7 +334,7 @@ def samplers(state: object) -> list[SamplerState]:
 
 
 def gradients_per_step(transformation: optax.GradientTransformation, like: optax.Params) -> int:
-    """Return how many gradients a step takes, for parameters `like` some; 1 for an optimizer."""
+    """Return the number of gradients per step for parameters `like` these; 1 for an optimizer."""
     states = samplers(jax.eval_shape(transformation.init, like))
     return states[0].gradients_per_step if states else 1
 
@@ -368,7 +369,7 @@ def stats(state: object) -> Stats:
     sampler = find(state)
     statistics, key = sampler.stats(), getattr(sampler, "key", None)
     if np.ndim(statistics.noise_id) == 1 and key is not None and is_ready(key):
-        # On the host: the device may be at work on what was called before.
+        # Compute on the host, since the device may still be busy with earlier calls.
         raw: Any = np.asarray(key)
         _trace.warn_of_equal_keys(np.asarray(noise_id(raw, raw))[:, None])
     return statistics
@@ -432,7 +433,7 @@ def last_accepted(state: object, params: object = None) -> Any:
         if isinstance(error, _check.ArgumentError):
             raise
         _check.fail("params", "a tree like the one given to `init`", _check.show(params))
-    # Only the leaves that the sampler moves; traced ones pass.
+    # Check only the leaves that the sampler moves; traced ones pass.
     leaves = _paths.leaves_like(getattr(sampler, "like_params", None), params) or []
     known = [leaf for leaf in leaves if is_concrete(leaf)]
     if known and not _tree.all_finite(known):

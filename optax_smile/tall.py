@@ -4,8 +4,8 @@ With a centre c near the mode, and the mean loss L and its gradient G of all dat
 
     loss'(w, B) = loss(w, B) - [loss(c, B) - L] - <grad loss(c, B) - G, w - c>
 
-of a batch B has the mean and the mean gradient of `loss`, and a gradient whose noise falls with
-w - c. It is a loss like any other: for `sample`, `Run` and loops of your own. With the argument
+of a batch B has the mean and the mean gradient of `loss`; the noise of its gradient decreases with
+w - c. Use it like any other loss, in `sample`, `Run` and loops of your own. With the argument
 `control_variate` of `sample`, each chain has a centre of its own, which moves along with it.
 
 Source: control variates, Baker et al., Control variates for stochastic gradient MCMC, 2019.
@@ -33,22 +33,22 @@ from optax_smile.potential import Potential
 __all__ = ["Center", "center_at", "control_variate", "find_mode", "stored"]
 
 Loss: TypeAlias = Callable[..., jax.Array]
-# Largest number of parameters of which the Hessian is computed.
+# Largest number of parameters for which the Hessian is computed.
 LARGEST_HESSIAN = 1_024
-# A centre is a mode within `NEAR` posterior standard deviations, root mean square over the
-# parameters; further away than `FAR` its gradients have much more noise.
+# A centre counts as a mode within `NEAR` posterior standard deviations, root mean square over the
+# parameters. If it is further away than `FAR`, gradients have much more noise.
 NEAR, FAR = 0.1, 2.0
-# Share of the noise that two gradients per call may leave, of the noise of one.
+# Largest remaining share of the noise at which two gradients per call still pay.
 MOST_NOISE = 0.5
-# Largest rise of the energy at draws of the normal approximation, over that of a normal posterior.
+# Largest rise of the energy at draws of the normal approximation, relative to a normal posterior.
 LARGEST_RISE = 2.0
-# Batches and draws with which the share is measured.
+# Number of batches and draws that measure the share.
 NUM_BATCHES, NUM_DRAWS = 32, 4
-# Smallest curvature, relative to the largest, in a Newton step.
+# Lower bound of curvatures in a Newton step, relative to the largest.
 FLATTEST = 1e-9
-# Sufficient decrease of a line search, the most halvings of a step, and the most passes in all.
+# Sufficient decrease of a line search, and maximum numbers of halvings of a step and of passes.
 DECREASE, HALVINGS, MOST_PASSES = 1e-4, 30, 200
-# Examples whose gradients `stored` computes together.
+# Number of examples whose gradients `stored` computes together.
 BLOCK = 1_024
 ONE = "a scalar mean loss `loss_fn(params, batch)`, without `aux` and random numbers"
 FAR_OFF = "Far from a mode, gradients have more noise: see `find_mode`."
@@ -64,12 +64,12 @@ OF_DATA |= {"sampler": _check.TRANSFORMATION}
 def control_variate(loss_fn: Loss, center: Center) -> Loss:
     """Return a loss of the same posterior whose gradients have little noise near a centre.
 
-    For a loop of your own, and where the posterior is so narrow that all its draws are near its
-    mode. Elsewhere move the centre, as `sample` does with `control_variate=`.
+    Use it in a loop of your own if the posterior is so narrow that all its draws are near its mode.
+    Otherwise the centre must move, as `sample` does with `control_variate=`.
 
     Args:
         loss_fn: mean loss `loss_fn(params, batch)`, as for `sample`, without `aux` and without
-            random numbers. No number may depend on the other examples of a batch.
+            random numbers. The terms of the mean must not depend on other examples of the batch.
         center: the result of `find_mode` or `center_at`. It may be traced: under `vmap`, each chain
             can have its own.
 
@@ -90,7 +90,7 @@ def control_variate(loss_fn: Loss, center: Center) -> Loss:
         >>> bool(abs(loss(center.params, batches[0]) - center.loss) < 1e-6)
         True
 
-    Source: see the module. The rule for the step of `psmile` where gradients have little noise:
+    Source: see the module. For the step size of `psmile` if gradients have little noise see
     `angle_tuner`.
     """
     value_and_grad = _of_batch(loss_fn)
@@ -111,20 +111,20 @@ def stored(
 ) -> tuple[Loss, tuple[T, np.ndarray, optax.Updates]]:
     """Return the loss of `control_variate` with one gradient per call, and data for it.
 
-    The losses and gradients of all examples at the centre become columns beside the data.
+    The losses and gradients of all examples at the centre become additional columns of the data.
 
     Args:
         loss_fn, center: as for `control_variate`. The loss must be a mean over its examples.
         data: all data in the form of a batch, arrays `[example, ...]`.
 
     Returns:
-        A loss, and a tree `(data, losses, gradients)` of arrays `[example, ...]`, whose rows in any
-        order are its batches.
+        A loss, and a tree `(data, losses, gradients)` of arrays `[example, ...]`. Batches of the
+        loss are rows of this tree, in any order.
 
     Raises:
         ArgumentError (a ValueError): the mean loss of the examples is not that of the centre.
 
-    Cost: for each example, one more number than a model has parameters.
+    Cost: memory for one more number per example than the model has parameters.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
@@ -168,19 +168,19 @@ def center_at(
     """Compute the mean loss and gradient of all data at given parameters.
 
     It warns if the mode is more than two posterior standard deviations away, root mean square over
-    the parameters, and if the control variate would leave more than half of the variance of the
-    gradients at draws of the posterior: two gradients per call then cost more than they gain. It
-    estimates both from the Hessian, for at most 1,024 parameters.
+    the parameters. It also warns if at draws of the posterior more than half of the variance of the
+    gradients would remain with the control variate: two gradients per call then cost more than they
+    gain. It estimates both from the Hessian, for at most 1,024 parameters.
 
     Args:
         loss_fn: see `control_variate`.
         params: parameters of one chain.
-        batches: an iterable of batches. One pass over it has each example once; they are averaged
-            with the numbers of their rows as weights.
+        batches: an iterable of batches. One pass over it has each example once; batches are
+            weighted by their numbers of rows.
         sampler: a sampler of this library, for `num_data` and the prior.
 
     Raises:
-        ArgumentError (a ValueError): the rows of a pass are not `num_data`; the loss is not a
+        ArgumentError (a ValueError): a pass does not have `num_data` rows; the loss is not a
             scalar, or not finite.
 
     Cost: a gradient of all data, summed in float64 on the host, and a Hessian, which takes as long
@@ -204,10 +204,10 @@ def find_mode(
 ) -> Center:
     """Find the mode of the posterior, for the centre of a control variate.
 
-    Newton's method with all data, until a step is less than 0.1 posterior standard deviations long,
-    root mean square over the parameters. Where the curvature is negative, it steps downhill as if
-    it were positive. For at most 1,024 parameters: for more, optimize as you like, then call
-    `center_at`.
+    It uses Newton's method with all data, until a step is less than 0.1 posterior standard
+    deviations long, root mean square over the parameters. Along directions of negative curvature,
+    it steps downhill with the absolute value. It takes at most 1,024 parameters: for more, use an
+    optimizer, then call `center_at`.
 
     Args:
         loss_fn, batches, sampler: see `center_at`.
@@ -219,7 +219,7 @@ def find_mode(
     Raises:
         ArgumentError (a ValueError): see `center_at`.
 
-    Cost: some ten gradients and Hessians of all data, see `center_at`; at most 200 passes over the
+    Cost: about ten gradients and Hessians of all data, see `center_at`; at most 200 passes over the
     batches. Batches larger than those of the sampler are faster.
     """
     center, why, _ = search(loss_fn, params, batches, sampler)
@@ -234,9 +234,9 @@ def search(
     batches: Iterable[object],
     sampler: optax.GradientTransformation,
 ) -> tuple[Center, str, bool]:
-    """Find a mode, and say what is wrong with it as a centre; "" if it is a good one.
+    """Find a mode, and return it with the reason why it is a bad centre, or "".
 
-    Returns also whether it is a mode.
+    The last result is whether it is a mode.
     """
     full = _AllData(loss_fn, params, batches, sampler)
     if len(full.start) > LARGEST_HESSIAN:
@@ -245,7 +245,7 @@ def search(
     point = full.at(full.start)
     while True:
         curvatures, axes = full.curvatures(point)
-        # Where a curvature is negative, downhill all the same.
+        # Use absolute values of curvatures, so that the step goes downhill.
         positive = np.maximum(np.abs(curvatures), FLATTEST * np.abs(curvatures).max())
         direction = axes @ (axes.T @ point.slope / positive)
         decrease = direction @ point.slope
@@ -257,14 +257,14 @@ def search(
                 if is_lower:
                     break
         if not is_lower:
-            # Near enough, too many passes, or no decrease beyond rounding.
+            # Near enough, too many passes, or a decrease within rounding.
             return last.center, *full.assess(last, curvatures, axes)
 
 
 def _of_batch(loss_fn: Loss) -> Callable[[object, object], tuple[jax.Array, optax.Updates]]:
     """Return value and gradient of a loss, which must be a scalar."""
 
-    # The loss is called later.
+    # The loss is called later, so store the name of the user's function.
     @_check.called(_check.function_name())
     def checked(params: object, batch: object) -> jax.Array:
         with _check.calling("loss_fn", ONE):
@@ -334,7 +334,7 @@ class _AllData:
             if not self.num_passes and len(self.few) < NUM_BATCHES:
                 self.few.append(batch)
             value, slope = self.gradient(place, batch)
-            # G is a small difference of large numbers.
+            # Sum in float64: G is a small difference of large numbers.
             loss += size * np.float64(value)
             gradient += size * np.asarray(slope, np.float64)
             rows += size
@@ -366,7 +366,7 @@ class _AllData:
             yield batch, size
 
     def curvatures(self, point: _Point) -> tuple[np.ndarray, np.ndarray]:
-        """Return eigenvalues and eigenvectors of the Hessian; minus ones if it is not finite."""
+        """Return eigenvalues and eigenvectors of the Hessian; values of -1 if it is not finite."""
         total, rows = np.zeros((len(point.entries),) * 2), 0
         for batch, size in self.sized():
             total += size * np.asarray(self.curvature(point.entries, batch), np.float64)
@@ -378,7 +378,7 @@ class _AllData:
         return np.linalg.eigh((hessian + hessian.T) / 2)
 
     def assess(self, point: _Point, curvatures: np.ndarray, axes: np.ndarray) -> tuple[str, bool]:
-        """Say what is wrong with a centre, "" if it is a good one, and whether it is a mode."""
+        """Return the reason why a point is a bad centre, or "", and whether it is a mode."""
         if curvatures.min() <= 0:
             return f"`params` is no mode: the curvature there is not positive. {FAR_OFF}", False
         # Coordinates in which the posterior is about standard normal.
@@ -404,10 +404,10 @@ class _AllData:
         return why, True
 
     def at_draws(self, point: _Point, scale: np.ndarray) -> tuple[float, float]:
-        """Try a control variate at draws of the normal approximation.
+        """Test a control variate at draws of the normal approximation.
 
-        Returns the share of the variance of the gradients that it leaves, and the rise of the
-        energy over that of a normal posterior.
+        Returns the remaining share of the variance of the gradients, and the rise of the energy
+        relative to a normal posterior.
         """
         random = np.random.default_rng(0)
 

@@ -1,6 +1,6 @@
-"""A valid call of every public function, from which tests of bad input are made.
+"""A valid call of every public function; tests of bad input are derived from it.
 
-An argument has its default or the value that `values` has for its name, or for function and name.
+An argument has its default, or the value in `values` for its name, or for function and name.
 """
 
 import inspect
@@ -29,8 +29,8 @@ SERIES = np.random.default_rng(0).normal(size=(2, 16, 3))
 TRACED = ("step_size", "energy_change", "num_rejected", "num_gradients")
 TRACE = {name: np.array([[1.0, 2.0, 3.0]] * 2) for name in TRACED}
 SAMPLER = optax_smile.smile(1e-2, num_data=10, decoherence_length=None)
-# Nothing for users to call: records that functions return, classes to inherit from, and a module of
-# classes that scikit-learn checks: `test_estimators.py`.
+# Objects that users do not call: records that functions return, classes to inherit from, and
+# estimators, which scikit-learn checks in `test_estimators.py`.
 NOT_CALLED = """Outcome Prediction Selection StoredSnapshots diagnostics.Check diagnostics.Summary
 ArgumentError CheckReport RecordedSampler Stats Preconditioner Tuner metrics.Reliability
 metrics.RiskCoverage interop.NumpyroModel interop.estimators
@@ -59,7 +59,7 @@ def model(x):
 
 
 def values(path) -> dict[str, Any]:
-    """Of arguments, where `path` is the directory of a run."""
+    """Valid values of arguments; `path` is the directory of a run."""
     drawn = {"w": SERIES, "b": SERIES[..., :1]}
     snapshots = optax_smile.Snapshots(drawn, start={"w": SERIES[:, 0], "b": SERIES[:, 0, :1]})
     reading: dict[str, Any] = {"apply_fn": apply_fn, "inputs": INPUTS, "likelihood": "categorical"}
@@ -72,7 +72,7 @@ def values(path) -> dict[str, Any]:
     scores: Any = {"lppd": [[-2.0, -3]], "projected": [[-1.9, -3]], "standard_error": [[0, 0.1]]}
     scores = {name: np.array(x) for name, x in scores.items()} | {"num_steps": np.array([10])}
     scores |= {"start_lppd": -4.0, "final_lppd": -1.5, "total_steps": 30, "cost": 0.3}
-    # Of every function that has such an argument.
+    # Values for every function that has such an argument.
     given = {"key": KEY, "params": PARAMS, "state": states[0], "sampler": SAMPLER, "value": 1.0}
     given |= {"loss_fn": loss_fn, "batches": BATCHES, "batch": VECTOR, "optimizer": optax.sgd(0.1)}
     given |= {"num_data": 10, "num_warmup": 0, "num_draws": 3, "num_steps": 1, "thin": 1}
@@ -124,7 +124,7 @@ def values(path) -> dict[str, Any]:
 
 
 def first_step(sampler: Any, **arguments):
-    """Build, begin, and take one step."""
+    """Build a sampler, initialize it, and take one step."""
     tx = sampler(**arguments)
     return jax.eval_shape(lambda: tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0))
 

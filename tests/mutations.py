@@ -1,4 +1,4 @@
-"""What the tests can tell: defects put into a copy of the package, one at a time.
+"""Mutation tests: defects are put into a copy of the package, one at a time.
 
     python tests/mutations.py --output mutations.jsonl [--only TEXT ...]
     python tests/mutations.py --list stages/integrator.py Euclidean.open
@@ -36,14 +36,14 @@ PACKAGE = "optax_smile"
 # Seconds after which tests count as hanging.
 LONGEST = 900
 NOT_COPIED = ".git", ".venv", ".*_cache", "__pycache__", "out", "build", "dist", "*.egg-info"
-# By pytest's exit status, with and without a defect; all else is no verdict.
+# Exit statuses of pytest, with and without a defect; others are not a result.
 PASSED, FAILED = 0, 1
 RESULTS: dict[Any, str] = {PASSED: "survived", FAILED: "caught"}
 INVERSE: dict[Any, Any] = {ast.Add: ast.Sub, ast.Mult: ast.Div, ast.BitAnd: ast.BitOr}
 INVERSE |= {ast.Lt: ast.GtE, ast.Gt: ast.LtE, ast.Eq: ast.NotEq, ast.Is: ast.IsNot}
 INVERSE[ast.In] = ast.NotIn
 INVERSE |= {value: key for key, value in INVERSE.items()}
-# Whose functions return something like their first argument, more or less.
+# Modules whose functions return a result of about the same form as their first argument.
 MODULES = {"jnp", "np", "math", "optax", "_tree", "_xla", "lax"}
 
 

@@ -35,7 +35,7 @@ def quick_psmile(*args, **arguments):
 
 
 SAMPLERS = dict(find_samplers())
-# Those of the Langevin family.
+# Samplers of the Langevin family.
 LANGEVIN = [name for name, fn in SAMPLERS.items() if not accepts(fn, "integrator")]
 # A valid value for each argument that has a range; all others keep their default.
 VALID: dict[str, Any] = {

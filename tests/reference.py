@@ -67,7 +67,7 @@ class Chain:
         self.is_finite = bool(np.all(np.isfinite(read))) and base >= 0
         self.accepted = self.judge()
 
-        # What the gradient says, and the length of the next step.
+        # Averages over gradients, and the length of the next step.
         resolution, trust, changed = 4 * s.eps * norm(params), 0.0, 0.0
         if w @ w >= TINY and (square**2 >= TINY or self.calls >= 100):
             trust = min(1, 3 * self.turn_rate / end.rate) if self.turns else 1.0
@@ -87,7 +87,7 @@ class Chain:
         self.calls, self.steps = self.calls + 1, self.steps + (self.opens and self.accepted)
         length = base * self.factor * self.backoff
 
-        # Back to where the step began; or noise, the first kick of the next step, and a drift.
+        # Return to the step's start; or add noise, the first kick of the next step, and a drift.
         if not self.accepted:
             self.place, self.length, self.u, self.last = 0, length, None, None
             return self.start - params if drift else np.zeros(self.d)
@@ -125,7 +125,7 @@ class Chain:
             length = closing * self.length * self.heat(self.length, self.gradient_square)
             end.u, end.kinetic = kick(self.u, w, length)
             return end
-        # Of another norm: a momentum p, whose kicks are exact to second order in their length.
+        # With another norm: a momentum p, whose kicks are exact to second order in their length.
         slope, lengths = 0.0, np.array([closing, closing + opening]) * self.length
         if self.u is not None and self.u @ w != 0:
             slope = -self.u @ w / rest
@@ -163,7 +163,7 @@ class Chain:
         return self.energy_mean * max(1 - ratio**2 / 9 + z * ratio / 3, 0) ** 3
 
     def observe_energy(self):
-        """Exponential averages of the energy errors, which enter with a bound."""
+        """Exponential averages of the energy errors, each with an upper bound."""
         if self.known:
             energy, self.energies = abs(self.gained), self.energies + 1
             if self.energies > 10:

@@ -61,7 +61,7 @@ class Shuffled:
 
 
 class Tensor:
-    """What `np.asarray` converts: a data frame, or a tensor with a dtype of its own."""
+    """An object that `np.asarray` converts: a data frame, or a tensor with its own dtype."""
 
     def __init__(self, array):
         self.array, self.shape, self.dtype = array, array.shape, "float"
@@ -135,7 +135,7 @@ class Exploring(StubState):
 
 
 def stub(step_size: float = 0.1, noise: float = 1.0, kind: Any = StubState) -> Any:
-    """Descent with noise: by far the cheapest to compile, where the sampler is not the point."""
+    """Descent with noise: by far the cheapest to compile, for tests that are not about samplers."""
 
     def init(params):
         return kind(jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.key(0)))
@@ -252,7 +252,7 @@ def hurt(kind: str, files: list[Path], generator: np.random.Generator) -> list[P
         "flip": mine[:at] + bytes([mine[at] ^ bit]) + mine[at + 1 :],
         "cut": mine[:at],
         "lengthen": mine + generator.bytes(int(generator.integers(1, 100))),
-        # As a disk does that has lost a sector.
+        # Like a disk that has lost a sector.
         "blank": mine[:at] + bytes(len(mine[at : at + 64])) + mine[at + 64 :],
         "swap": theirs,
     }
@@ -294,7 +294,7 @@ def follow(tx, key, params, gradient, calls, see=None, **given) -> Any:
 
 
 def as_read(tree: Any, other: Any) -> Any:
-    """Forget what probes read, since of sharded leaves they read less than those of another."""
+    """Ignore the state of the probe, which reads fewer entries of sharded leaves."""
 
     def forget(node: Any, beside: Any) -> Any:
         if not hasattr(node, "unpack"):

@@ -1,4 +1,4 @@
-"""Starts far from the mode, gradients of zero, and what a chain says of itself."""
+"""Starts far from the mode, zero gradients, and the statistics of the chain."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def seen(state, draw, updates):
 
 @pytest.fixture(scope="module")
 def told():
-    """Of each run draws `[chain, call, parameter]`, stats and path lengths."""
+    """For each run: draws `[chain, call, parameter]`, statistics and path lengths."""
     tx = optax_smile.psmile(num_data=NUM_DATA, key=0)
 
     def chain(key, start, factors, offsets):
@@ -70,7 +70,7 @@ def test_chains_from_zeros_arrive(told):
     assert np.abs(z.mean(axis=1)).max() < 0.3
     assert np.abs(z.mean(axis=(0, 1))).max() < 0.1
     assert np.sqrt(np.mean(z**2)) == pytest.approx(1, abs=0.2)
-    # It is on its way until it has arrived.
+    # `on_its_way` is true until the chain has arrived.
     assert np.all(stats.on_its_way[:, 30:150]) and not np.any(stats.on_its_way[:, -300:])
     distance = np.abs((draws - MEAN) / DEVIATION).max(axis=2)
     assert distance[:, 100].min() > 10 and distance[:, 300].max() < 6
@@ -78,7 +78,7 @@ def test_chains_from_zeros_arrive(told):
 
 @pytest.mark.nightly
 def test_a_chain_that_has_arrived_is_silent():
-    """Of 100 chains from exact draws; a false alarm in less than one in a hundred at any call."""
+    """100 chains from exact draws; at any call, less than one in a hundred is a false alarm."""
     curvature = jnp.geomspace(0.2, 3.1, 6)
     tx = optax_smile.smile(num_data=1, prior_precision=0.0, key=0)
 
@@ -98,7 +98,7 @@ def test_a_chain_that_has_arrived_is_silent():
 
 
 def test_gradients_of_zero_do_not_throw_the_chain_out(told):
-    """The run is that without them, fifty calls later. Absurd ones: `faults/test_injections.py`.
+    """Fifty calls later, the run equals one without them. Extremes: `faults/test_injections.py`.
 
     Step sizes are compared after the windows, which zeros delay, have shown the width.
     """

@@ -1,4 +1,4 @@
-"""`control_variate=` of a run: centres that move along with the chains."""
+"""`control_variate=` of a run: centres that move with the chains."""
 
 import collections
 import functools
@@ -66,7 +66,7 @@ SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in FORMS if form != 
 
 @pytest.mark.parametrize("form", ["plain", *SLOW])
 def test_posterior_and_effective_draws(form):
-    """The exact posterior, also with what goes with a loss."""
+    """Compare with the exact posterior, also with `aux` and random losses."""
     mean, covariance = posterior(X, Y)
     root = np.linalg.cholesky(covariance)
     draws = draw(sampler=ADAPTIVE, num_warmup=2_000, num_draws=500, thin=4, **FORMS[form])
@@ -99,7 +99,7 @@ def test_gradients_are_those_of_all_data():
     reduced = run(batches=Shuffled(data, BATCH), control=[data[:999], data[999:]])
     assert np.all(reduced.trace["noise_left"][:, -40:] < 1e-9)
     gap = reduced.params.astype(float) - data.astype(float).mean(0)
-    # As without noise of gradients: (1 - step) gap + sqrt(2 step / N) z, z of the same key.
+    # As without gradient noise: (1 - step) gap + sqrt(2 step / N) z, with z of the same key.
     whole = run(batches=[data], control=None)
     gap_of_all = whole.params.astype(float) - data.astype(float).mean(0)
     step = 1e-5 * NUM_DATA
@@ -141,14 +141,14 @@ def test_a_run_in_pieces_gives_the_bits_of_one_in_one_go(tmp_path, sampler):
 
 @pytest.mark.slow
 def test_where_it_does_not_pay_the_run_is_the_plain_one():
-    """One gradient, and a word."""
+    """It takes one gradient per call, and warns."""
     loss = functools.partial(disturbed, scale=3.0)
     with pytest.warns(UserWarning, match="`control_variate` does not pay here: after a pass"):
         draws = draw(loss, stochastic=True, num_warmup=1_000)
     assert (draws.trace["num_reduced"] == 0).all() and (draws.trace["num_passes"] == 0).all()
     assert np.median(draws.trace["noise_left"][:, -1]) > 0.5
 
-    # Without keys, which the measurements split, to the bit.
+    # Without keys, which the measurements would split, the runs are bit-identical.
     def rough(w, batch):
         return jnp.mean(jnp.sin(1e4 * (batch[0] @ w)) * batch[1]) * 1e-2
 

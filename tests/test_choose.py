@@ -1,4 +1,4 @@
-"""Draws that are chosen on held-out data: the greedy choice by hand; they are no sample."""
+"""Draws that are chosen on held-out data: compared with a greedy choice by hand; not a sample."""
 
 import itertools
 from typing import Any
@@ -14,7 +14,7 @@ from optax_smile import diagnostics
 
 
 def lppd(density):
-    """Of an average, the textbook's way."""
+    """LPPD of an average, by the textbook formula."""
     return np.log(np.exp(np.asarray(density, np.float64)).mean(axis=0)).mean()
 
 
@@ -35,7 +35,7 @@ def test_each_draw_is_the_best_addition():
         rest = [s for s in range(12) if s not in before]
         scores = {s: lppd(flat[[*before, s]]) for s in rest}
         assert chosen[number - 1] == max(scores, key=lambda s: scores[s])
-    # It beats most subsets of its size, and is not the draws that are best alone.
+    # It is better than most subsets of its size, and differs from the best single draws.
     others = [lppd(flat[list(each)]) for each in itertools.combinations(range(12), 3)]
     assert np.mean(np.array(others) > lppd(flat[chosen[:3]])) < 0.02
     alone = sorted(range(12), key=lambda s: -flat[s].mean())

@@ -1,9 +1,8 @@
-"""What holds for every public sampler, and for what the families of dynamics share.
+"""The contract of every public sampler, and of the code that the families share.
 
-Samplers are found by listing the folder. What their dynamics do alike is tested on two of them.
+Samplers are found by listing the folder. Shared code of the dynamics is tested with two of them.
 Inside wrappers and in all kinds of loops, such as under jit, vmap or with donated buffers:
-`test_wrappers.py`. Where the state lies on several
-devices: `devices/test_sharded_states.py`.
+`test_wrappers.py`. Where the state lies on several devices: `devices/test_sharded_states.py`.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ TARGETS = RNG.normal(size=(CALLS, 16, 8)).astype(np.float32)
 INPUTS[NAN_CALL, 0, 0] = np.nan
 W, B = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((4, 8), 8))
 PARAMS = {"layer": {"w": W, "b": B}}
-# Of calls without a model: gradients and losses.
+# Gradients and losses for calls without a model.
 GRADIENTS = [
     (jax.tree.map(lambda x: jnp.float32(RNG.normal(size=x.shape)), PARAMS), loss)
     for loss in (2.0, 2.1, np.nan, 1.9)
@@ -66,7 +65,7 @@ CASES: dict[str, Any] = PLAIN | {
     "published.psmile": (published.psmile, {}),
     "spectral": (optax_smile.smile, {"norm": "spectral", "decoherence_length": None}),
 }
-# Others compute nothing that these do not: `smile` is `psmile` without a scale.
+# The others run no further code: `smile` is `psmile` without a scale.
 LIKE_OTHERS = "smile", "mclmc", "sgld"
 every_case = pytest.mark.parametrize("case", [x for x in CASES if x not in LIKE_OTHERS])
 
@@ -136,7 +135,7 @@ def test_samplers_are_found():
 
 @every_case
 def test_types_of_a_state_stay(case):
-    """From shapes alone; under x64 those of the parameters, and full precision in any case."""
+    """Checked from shapes; under x64, types follow the parameters, at least float32."""
     tx = make(case)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
     expected = types(tx.init(PARAMS))
@@ -148,7 +147,7 @@ def test_types_of_a_state_stay(case):
         assert types(found) == (types(PARAMS), expected)
     for w, b in [("float64", "float32"), ("float32", "float32"), ("float32", "float64")]:
         with jax.enable_x64(True):
-            # The last one is weakly typed, as what is made from a number of Python.
+            # The last one is weakly typed, like an array made from a Python number.
             of_b = jnp.full(B.shape, 0.5) if b == "float64" else B.astype(b)
             params = {"layer": {"w": W.astype(w), "b": of_b}}
             start = tx.init(params)
@@ -195,7 +194,7 @@ def test_a_transformation_and_its_field_names(case):
     state: Any = tx.init(PARAMS)
     wrapped = injected(case)
     outer: Any = wrapped.init(PARAMS)
-    # Also those that are packed, such as the counters.
+    # Includes packed scalars, such as the counters.
     for name, value in state._asdict().items():
         assert_equal(optax.tree.get(state, name), value)
         assert_equal(optax.tree.get(outer, name), value)
@@ -224,7 +223,7 @@ def test_optax_maps_over_states_with_any_prior():
         assert_mapped(optax_smile.psmile(num_data=9, key=0, **prior))
 
 
-# What the dynamics share.
+# Code that the dynamics share.
 
 
 @pytest.mark.parametrize("case", ["sghmc", "psmile, rich"])
@@ -246,7 +245,7 @@ def test_values_are_optional_and_other_arguments_change_nothing(case, no_jit):
         for _ in range(3):
             jax.eval_shape(tx.update, PARAMS, state, PARAMS)
     assert len(caught) <= 1 and (is_rich or not caught)
-    # Other arguments, and keys of before.
+    # Other keyword arguments, and keys in the old format.
     tx, old = make(case, key=jax.random.key(5)), make(case, key=jax.random.PRNGKey(5))
     state = tx.init(PARAMS)
     expected = tx.update(PARAMS, state, PARAMS, value=2.0)
@@ -261,7 +260,7 @@ def test_a_given_step_size_is_the_step_size(no_jit, case="sghmc"):
         state = optax.tree.set(tx.init(PARAMS), step_size_factor=jnp.float32(factor))
         size = stats(tx.update(PARAMS, state, PARAMS, value=1.0)[1]).step_size
         assert size == 0.5 * factor and size.dtype == jnp.float32
-    # By `inject_hyperparams`, from a schedule of the calls, and under jit as an argument.
+    # With `inject_hyperparams`: a schedule of the calls, and an argument under jit.
     tx = injected(case, step_size=lambda count: 0.5**count)
     state = tx.init(PARAMS)
     for call in range(3):
@@ -303,7 +302,7 @@ def test_a_preconditioner_of_ones_own(no_jit):
 def test_the_papers_samplers(name, no_jit):
     prior = {"prior_mean": 0.5, "prior_precision": 2.0, "temperature": 3.0, "num_data": 10}
     tx = getattr(published, name)(0.1, **prior)
-    # What the summary of a run judges rejections and drifts by.
+    # The summary of a run uses these for rejections and drifts.
     told: Any = settings_of(tx, PARAMS)
     naive, state = name.endswith("naive"), tx.init(PARAMS)
     assert told["name"] == f"published.{name}" and told["integrator"] == "minimal_norm"
@@ -370,7 +369,7 @@ class Rms(optax_smile.Preconditioner):
 
 
 def test_a_preconditioner_of_ones_own_gets_the_leaves_as_they_are():
-    """Those of networks are joined for scales that are known to go entry by entry."""
+    """Small leaves of networks are joined only for scales that are known to be elementwise."""
     tx: Any = optax_smile.smile(num_data=1, prior_precision=0.0, preconditioner=Rms(), key=0)
     tree = {x: jnp.full(n, float(n)) for x, n in (("a", 600), ("b", 3), ("c", 4), ("d", 5))}
     state = tx.update(tree, tx.init(tree), tree)[1]

@@ -1,4 +1,4 @@
-"""Corruptions of images: how they grow, what they leave alone, and the numbers of their noise."""
+"""Corruptions of images: their growth with severity, what they preserve, and their noise levels."""
 
 import itertools
 
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from data import corruptions
 
-# Those that draw random numbers, and those whose distance need not grow with every severity: glass
-# smooths less as it moves more; an elastic one moves the whole image by 8 % of its side to 3 %.
+# Corruptions that draw random numbers, and those whose distance need not grow with severity: glass
+# smooths less as it moves more; an elastic one moves the whole image by 8 % to 3 % of its side.
 RANDOM = {"gaussian_noise", "shot_noise", "impulse_noise", "glass_blur", "motion_blur", "snow"}
 RANDOM |= {"frost", "fog", "elastic_transform"}
 UNEVEN = {"glass_blur", "frost", "motion_blur", "elastic_transform"}
@@ -45,8 +45,8 @@ def test_severity_grows_and_seeds_repeat(photographs, name):
 
 
 def test_noise_has_its_settings(monkeypatch):
-    """Every chunk of images its own. 196,608 numbers: standard errors are 0.16 % of a standard
-    deviation, 0.0005 of a share.
+    """Each chunk of images has its own noise. 196,608 numbers: standard errors are 0.16 % of a
+    standard deviation, 0.0005 of a share.
     """
     monkeypatch.setattr(corruptions, "CHUNK", 30)
     grey = np.full((64, 32, 32, 3), 128, np.uint8)

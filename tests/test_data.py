@@ -151,7 +151,7 @@ def test_wrong_arguments(folder):
 @REAL
 @pytest.mark.nightly
 def test_real_images_tables_and_texts():
-    """Those that no example reads in its own nightly test."""
+    """Data sets that no nightly test of an example reads."""
     standard = data.standardize(data.fashion_mnist().train[0][::10], "fashion_mnist")
     assert abs(np.mean(standard)) < 0.02 and abs(np.std(standard) - 1) < 0.02
     assert data.cifar100_test()[0].shape == (2_000, 32, 32, 3)
@@ -161,8 +161,8 @@ def test_real_images_tables_and_texts():
 
 
 def test_prepared_images(folder, monkeypatch):
-    """Of the newest complete version, also if TensorFlow Datasets does not know it; only as many of
-    the training images are read as are asked for.
+    """The newest complete version is read, also if TensorFlow Datasets does not know it, and only
+    as many training images as requested.
     """
     tfds = pytest.importorskip("tensorflow_datasets", reason="tensorflow-datasets not installed")
     from PIL import Image

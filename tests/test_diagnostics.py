@@ -30,7 +30,7 @@ def judged(values: Any = None, density: Any = None, params: Any = None, **given)
 
 
 def kinds(found):
-    """What was found, and in which chains."""
+    """Kinds of the findings, and their chains."""
     return {(check.kind, check.chains) for check in found.findings}
 
 
@@ -57,7 +57,7 @@ def test_values_that_do_not_move_have_neither_ess_nor_rhat():
     for figures in found.rhat_across, found.ess:
         assert np.isnan(figures).tolist() == [False, True, False]
     assert np.isnan(found.rhat_within).tolist() == [[False, True, True], [False, True, False]]
-    # If none has one, NumPy would warn about an average of nothing.
+    # If no chain has one, NumPy would warn about an empty average.
     shown = str(summary(Snapshots(np.ones((2, 40, 3)))))
     assert "within chains all unknown" in shown and "frozen" in shown
     # NaN would be an ESS of its own.
@@ -65,7 +65,7 @@ def test_values_that_do_not_move_have_neither_ess_nor_rhat():
     rule = r"...\)` must be without NaN"
     refused(r"`summary\(prediction=" + rule, judged, values, params=np.zeros((2, 40, 3)))
     refused(r"`summary\(snapshots=" + rule, summary, Snapshots(values))
-    # Of weights those that move count.
+    # Only weights that move count.
     moving = autoregressive((2, 40, 5)) + np.array([0, 9])[:, None, None]
     params = {"a": np.zeros((2, 40, 7)), "b": moving, "c": np.zeros((2, 40))}
     got = summary(Snapshots(params)).rhat_within
@@ -88,7 +88,7 @@ def test_mcse_is_the_spread_of_the_lppd_over_replications():
     np.testing.assert_allclose(np.mean([*map(error, densities[:20])]), np.std(lppds), rtol=0.15)
     independent = error(autoregressive((4, 500, 20), 0.0))
     shared = np.repeat(autoregressive((4, 500, 1), 0.95), 20, axis=2)
-    # One value in place of 20, (1 + rho) / (1 - rho) = 39 draws in place of one.
+    # One value instead of 20; (1 + rho) / (1 - rho) = 39 draws instead of one.
     assert 0.5 < error(shared) / independent / np.sqrt(20 * 39) < 1.6
     impossible = np.zeros((2, 50, 3))
     assert error(impossible) == 0
@@ -126,7 +126,7 @@ def test_a_sick_run_has_its_finding_alone_with_its_numbers(name):
     check = found.findings[0]
     assert re.search(message, check.text), check.text
     assert check in found.checks and check.advice and len(check.value) == len(chains)
-    # Of these the healthy values are above the bound.
+    # For these, healthy values are above the bound.
     is_below = name in ("frozen, by its step size", "frozen, by its draws")
     assert all((x < check.bound) == is_below and x != check.bound for x in check.value)
     named = "All 4 chains" if chains == ALL else f"Chain{'s' * (len(chains) > 1)} {chains[0]}"
@@ -146,12 +146,12 @@ def test_what_is_a_finding_and_what_is_none(name):
 
 
 def test_chains_with_few_independent_draws_are_slow():
-    """Of n draws n (1 - r) / (1 + r) are independent: 42 or 431 of 800, about 11 of 100."""
+    """n draws are worth n (1 - r) / (1 + r) independent ones: 42 or 431 of 800, about 11 of 100."""
     for shape, correlation, seed, said in (
         ((1, 800, 3), 0.9, 0, "all chains together (flagged below 100)"),
         ((4, 25, 3), 0.8, 2, ": slow: "),
         ((2, 50, 3), 0.8, 2, ": slow: "),
-        # By the R-hats alone, and by the ESS alone.
+        # Slow by the R-hats alone, and by the ESS alone.
         ((2, 59, 3), 0.7, 0, "of the R-hats within the chain are above 1.1"),
         ((2, 59, 3), 0.7, 3, "the ESS of the chain's 59 draws is"),
         ((1, 800, 3), 0.3, 0, ""),
@@ -244,14 +244,14 @@ def test_confidence_is_compared_with_accuracy(likelihood):
         after = summary(draws, prediction.tempered(best), max_inputs=2)
         assert "confident" not in str(after) and after.lppd == found.lppd
         assert f"temperature of the prediction: {best:.3g};" in str(after)
-    # Of two equal probabilities one is right.
+    # If two probabilities are equal, one class is right.
     mean, log_density = np.full((2_000, 2), 0.5), np.full(2_000, -np.log(2))
     even = prediction._replace(mean=mean, log_density=log_density)
     assert summary(draws, even, max_inputs=2).surplus == (0, 0)
 
 
 def test_copies_count_once():
-    """In ESS, R-hat across chains and Monte Carlo error; nothing else is a copy's fault."""
+    """In ESS, R-hat across chains and Monte Carlo error; other statistics do not change."""
     alone, (draws, prediction) = summary(*made()), made()
     for which, copies in (([0, 1, 2, 3, 0, 1], (0, 1, 4, 5)), ([2] * 4, ALL)):
         same = functools.partial(jax.tree.map, lambda x, which=which: x[which])
@@ -277,7 +277,7 @@ def test_copies_count_once():
         ({"tuner": {"name": "quantile_tuner"}}, "a smaller step size at the start"),
         ({"tuner": None, "step_size": "f"}, "a schedule of smaller steps"),
         ({"tuner": None, "step_size": 0.1}, "a smaller step size,"),
-        # The draws of a loop of one's own come without settings: nobody gave a step size.
+        # Draws of a loop of one's own have no settings, so the origin of the step size is unknown.
         (None, "shorter steps"),
     ],
 )
@@ -290,7 +290,7 @@ def test_advice_fits_what_chooses_the_step_size(settings, advice):
     (finding,) = found(**SICK["diverged, alone"][0]).findings
     assert finding.advice.startswith(advice)
     assert ("step size" in finding.advice) == ("step size" in advice)
-    # That it changes is a finding, unless it was asked for.
+    # A change is a finding, unless the user asked for it.
     assert bool(found(step_size=changed([1], LAST, 3)).findings) != (is_given or is_number)
     for kind in "frozen, one chain", "still on its way":
         (finding,) = found(**SICK[kind][0]).findings

@@ -1,4 +1,4 @@
-"""Documentation, README and release as text: what they show happens, what they name exists.
+"""Documentation, README and release as text: outputs are correct, and names exist.
 
 `.ci/run` builds the pages, and `.ci/nightly` runs their code.
 """
@@ -44,7 +44,7 @@ def test_blocks_of_code_are_cells():
 
 
 def test_reference_has_every_public_name():
-    """A directive for each, or one for its module; `-W` refuses those that lead nowhere."""
+    """Each name has a directive, or its module has one; Sphinx's `-W` rejects wrong targets."""
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     assert set(re.findall(r"currentmodule:: (\S+)", pages)) == {"optax_smile"}
     found = re.findall(r"^\.\. auto(class|function|module):: (\S+)", pages, re.MULTILINE)
@@ -111,7 +111,7 @@ def test_extras_and_links_exist():
 
 
 def test_a_release_needs_the_tag_of_its_version():
-    """By the command of release.yml itself. The citation names the same version."""
+    """Runs the command of release.yml. The citation names the same version."""
     workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
     steps = {step.get("name"): step for step in workflow["jobs"]["build"]["steps"]}
     command = ["bash", "-e", "-c", steps["The tag names the version"]["run"]]

@@ -63,7 +63,7 @@ def test_labels_and_probabilities(classifier):
 
 
 def test_labels_are_known_by_equality(classifier):
-    """Not after a cast to the type of the classes, which cuts text and rounds numbers."""
+    """They are not cast to the type of the classes, which would truncate text and round numbers."""
     numbers = short_classifier().fit(X, (LABELS == "yes").astype(int))
     for fitted, first, unknown in (
         (classifier, "yes", ["yesterday", "Yes", None, 1]),
@@ -81,7 +81,7 @@ def test_labels_are_known_by_equality(classifier):
 
 @pytest.mark.slow
 def test_units_of_features_and_target_do_not_matter():
-    """Also far beyond float32."""
+    """Tested far beyond the range of float32."""
     fitted = short_regressor().fit(X, TARGETS)
     # The chains see the rows that were held out for the warm start as well.
     assert POSTERIORS[-1]["num_data"] == len(X)
@@ -155,7 +155,7 @@ def test_parameters_and_clones(classifier):
     refused("features", classifier.predict, X[:, :1])
 
 
-# What is changed in a call of `fit`, and the message.
+# Changes of a call of `fit`, and the messages.
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     *(({"widths": x}, r"widths=...\)` must be a sequence of integers") for x in (8, ["8"], [0])),
     ({"y": LABELS[:1].repeat(60)}, r"`fit\(y=...\)` must be labels of at least two classes"),
@@ -177,12 +177,12 @@ def test_what_does_not_fit_is_refused_before_the_training():
 
 @pytest.mark.nightly
 @parametrize_with_checks(
-    # With the default sampler the names of the tests hold no address.
+    # Pass the default sampler, so that the names of the tests contain no memory address.
     [
         short(num_epochs=100, widths=(4,), sampler=optax_smile.psmile)
         for short in (short_classifier, short_regressor)
     ],
-    # As distributions, see above: other rows get other random numbers.
+    # Equivalent only in distribution, see above: other rows get other random numbers.
     expected_failed_checks=lambda _: {"check_sample_weight_equivalence_on_dense_data": "random"},
 )
 def test_what_scikit_learn_checks(estimator, check):

@@ -128,7 +128,7 @@ def test_own_sampler_in_a_run():
 @pytest.mark.slow
 def test_own_norm_keeps_a_gaussian_and_the_momenta_of_its_norm(number=8192, step_size=0.1):
     """Six variances in each quarter of 400 steps, in 4.5 standard errors of the chains: a fresh
-    seed would fail by chance once in 6,000 times. Chains start where they should stay. With normal
+    seed would fail by chance once in 6,000 times. Chains start at draws of the target. With normal
     momenta in place of Laplace's, the largest deviation is 10 standard errors.
     """
     size = 6

@@ -1,4 +1,4 @@
-"""Draws of a loop of one's own: what was collected goes wherever the result of `sample` goes."""
+"""Draws of a loop of one's own: they are accepted wherever the result of `sample` is."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the sources."""
+"""Allowed imports between modules, checked from the sources."""
 
 import ast
 import pathlib
@@ -61,8 +61,8 @@ def own_imports(module):
     return {name for name in names if name.startswith("optax_smile")} - {"optax_smile"}
 
 
-# What each room may import besides the helpers and itself. The first five are the sampler core; the
-# others are the host side, which meets it in `parallel` and asks a state what it knows.
+# Allowed imports of each room, besides the helpers and itself. The first five are the sampler core;
+# the others are the host side, whose interface to it is `parallel` and `state`.
 ROOMS = {
     "potential": set(),
     "state": set(),
@@ -120,7 +120,7 @@ def test_imports_go_in_one_direction():
 
 
 def test_only_the_potential_multiplies_by_num_data():
-    """And a finding compares losses of a trace with the energy of a chain."""
+    """The only exception is a finding that compares losses of a trace with energies."""
     operations = (ast.BinOp, ast.AugAssign, ast.UnaryOp)
     found = {
         module
@@ -175,7 +175,7 @@ EXTRAS: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_a_missing_package_is_named_by_the_extra_that_has_it(extra, monkeypatch):
-    """That of stored draws is in `test_snapshots.py`."""
+    """For the extra of stored draws see `test_snapshots.py`."""
     module, use = EXTRAS[extra]
     monkeypatch.setitem(sys.modules, module, None)
     parent, _, name = module.rpartition(".")

@@ -1,6 +1,6 @@
 """SGLD, SGHMC and their kin: every update against the formula in NumPy, in float64.
 
-Without jit, which `test_contract.py` compares: to compile each sampler would take the most time.
+Without jit, since compilation would take most of the time; `test_contract.py` compares both.
 """
 
 import itertools
@@ -126,7 +126,7 @@ def test_psgld(decay=0.6, smallest_root=0.3):
 
 
 def test_sghmc(friction=0.4, noise=9e3):
-    """With a velocity as in the formula, not the displacement that the state holds."""
+    """Uses the velocity of the formula, not the displacement that the state stores."""
     velocity, amplitudes = np.zeros(SIZE), []
 
     def move(call, gradient, history, z):
@@ -138,7 +138,7 @@ def test_sghmc(friction=0.4, noise=9e3):
 
     options = {"friction": friction, "gradient_noise": noise}
     assert_moves(follow(build("sghmc", lambda count: 10 * schedule(count), **options)), move)
-    # Some calls add nothing and others something.
+    # The formula adds noise in some calls only.
     assert 0 < np.mean(np.equal(amplitudes, 0)) < 1
 
 
@@ -166,7 +166,7 @@ def test_scale_adapted_sghmc():
     tx = build("scale_adapted_sghmc", lambda count: 300 * schedule(count), **options)
     trace = follow(tx, calls)
     assert_moves(trace, move)
-    # What would have a negative variance is left out.
+    # Noise that would have a negative variance is omitted.
     assert 0.05 < np.mean(np.less(variances, 0)) < 0.95
     memories = np.array([[flat(x) for x in s.unpack().dynamics.memory] for s in trace.states])
     np.testing.assert_allclose(memories[1:], scales, rtol=1e-11)
@@ -186,7 +186,7 @@ def test_without_any_gradient_nothing_moves(name):
 
 
 def test_cyclical_sgld(total=15, cycles=2, exploration=0.3):
-    """Two cycles and a half: it goes on after `total_steps` as before."""
+    """Two and a half cycles: the cycles continue after `total_steps`."""
     length = int(np.ceil(total / cycles))
     counts = np.arange(5 * length // 2)
     place = counts % length / length
@@ -194,7 +194,7 @@ def test_cyclical_sgld(total=15, cycles=2, exploration=0.3):
     expected = OF_STEP_SIZE * FACTORS[: len(counts)] / 2 * (np.cos(np.pi * place) + 1)
     options = {"total_steps": total, "num_cycles": cycles, "exploration": exploration}
     trace = follow(build("cyclical_sgld", schedule, **options), len(counts))
-    # The place in the cycle is a float32 number, whatever the parameters are.
+    # The position in the cycle is a float32 number, whatever the precision of the parameters.
     sizes, samples = trace.stat("step_size")[1:], place >= exploration
     np.testing.assert_allclose(sizes, expected, rtol=1e-5)
 
@@ -312,7 +312,7 @@ def test_nonfinite_inputs_are_taken_back():
 
 
 def test_is_sample_speaks_of_the_last_accepted_step_end():
-    """The first step after the exploration is rejected: what is left is the last one of it."""
+    """The first step after the exploration is rejected, so the step before it remains."""
     tx = build("cyclical_sgld", total_steps=10, num_cycles=1, exploration=0.5)
     start = as_tree(START, jnp.float32)
     params, state = run(tx, start, tx.init(start), range(6))[-1]

@@ -81,7 +81,7 @@ class TestRise:
         self.run(temperature=0.01)
 
     def test_is_not_told_where_most_directions_are_flat(self):
-        """As of networks: 20 of 400 directions cost 20 / 2 N nats, and the bound from above 5."""
+        """As in networks: 20 of 400 directions cost 20 / 2 N nats, while the upper bound is 5."""
 
         def flat(params, batch):
             return jnp.sum((params["w"][:20] - 1) ** 2) / 2 + batch.mean()
@@ -125,7 +125,7 @@ class TestPrecision:
         expected = {"prior_mean": "start", "prior_precision": self.of(allowed=0.1)}
         assert expected.items() <= settings.items()
         settings = settings_of(found["spectral"], {"w": jnp.ones(SIZE)})
-        # Of weights that are one, the temperature.
+        # For weights that are one, the precision equals the temperature.
         assert settings["prior_precision"] == pytest.approx(settings["temperature"])
 
     def test_wrong_models(self):

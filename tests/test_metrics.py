@@ -173,7 +173,7 @@ def test_score_has_the_nll_of_single_draws():
 
 
 def test_score_of_a_number_takes_the_whole_variance():
-    """That of the noise and that of the draws."""
+    """The variance of the noise plus that of the draws."""
     mean, targets, total = np.ones(9), np.linspace(-3, 5, 9), np.full(9, 5.0)
     given: dict[str, Any] = {"log_density": -mean, "total": total, "uncertainty": "variance"}
     found = metrics.score(optax_smile.Prediction(mean, **given), targets)

@@ -20,7 +20,7 @@ def noise(key, tree: Any) -> Any:
 
 
 def test_noise_of_a_network_has_unit_covariance():
-    """Signs of neighbours, of other leaves and of other keys have nothing to do with each other."""
+    """Signs of neighbours, of different leaves and of different keys are uncorrelated."""
     tree = {"w": jnp.zeros((20, 10)), "large": jnp.zeros((800, 45)), "b": jnp.zeros(()), "v": {}}
     # Three small leaves are joined.
     tree["c"] = jnp.zeros(4)
@@ -69,7 +69,7 @@ def test_noise_of_few_parameters_is_normal():
         return jnp.concatenate([updates["a"], updates["b"]])
 
     drawn = np.asarray(jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(1), 20_000)))
-    # Of sgld the noise has the variance 2 * step_size; 6 standard errors.
+    # The noise of sgld has the variance 2 * step_size; 6 standard errors.
     assert np.abs(drawn.mean(axis=0)).max() < 6 / 20_000**0.5
     assert np.abs(drawn.T @ drawn / 20_000 - np.eye(6)).max() < 6 * (2 / 20_000) ** 0.5
     assert abs(np.mean(drawn**4) - 3) < 6 * (96 / 120_000) ** 0.5

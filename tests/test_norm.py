@@ -1,6 +1,6 @@
 """Norms of a user's own, `smile(norm=...)`: those of `examples/own_norm.py` and of this file.
 
-That a chain with such a norm keeps the posterior: `test_examples.py`.
+`test_examples.py` tests that a chain with such a norm preserves the posterior.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Models of NumPyro: the density, sites of draws, and models that cannot be sampled so.
+"""NumPyro models: the density, sites of draws, and models that are rejected.
 
 `docs/recipes/numpyro.md` asserts that draws are those of known posteriors.
 """
@@ -23,7 +23,7 @@ import optax_smile
 from optax_smile.interop import from_numpyro
 
 NUM_DATA, BATCH, FIRST = 400, 40, slice(0, 40)
-# Sites have one type for everything that they can be.
+# Type checkers see only one type for all kinds of sites.
 numpyro_: Any = numpyro
 sample, dist = numpyro_.sample, numpyro_.distributions
 RNG = np.random.default_rng(0)
@@ -55,7 +55,7 @@ def hierarchical(group, y):
 def mixture(y):
     weight = sample("weight", dist.Dirichlet(jnp.full(2, 2.0)))
     first = sample("first", dist.Normal(0, 3))
-    # A support that hangs on another site.
+    # A support that depends on another site.
     second = sample("second", dist.TruncatedNormal(0, 5, low=first))
     scale = sample("scale", dist.HalfNormal(2))
     parts = dist.Normal(jnp.stack([first, second]), scale)

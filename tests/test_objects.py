@@ -1,4 +1,4 @@
-"""What draws, predictions and summaries look like, and how draws are counted."""
+"""Text forms of draws, predictions and summaries, and the order of draws."""
 
 import dataclasses
 import inspect
@@ -72,7 +72,7 @@ def test_what_is_no_number_of_a_draw(draws):
 
 
 def test_stored_draws_are_read_one_by_one(stored, tmp_path):
-    """Where all other files are gone."""
+    """All other files are removed first."""
     shutil.copytree(stored.directory, tmp_path / "copy")
     stored = optax_smile.load_snapshots(tmp_path / "copy")
     for number in range(DRAWS - 1):

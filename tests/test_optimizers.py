@@ -1,4 +1,4 @@
-"""An Optax optimizer in the place of a sampler: its iterates are kept, and told from draws."""
+"""An Optax optimizer instead of a sampler: its iterates are stored, but are not draws."""
 
 import functools
 import re
@@ -36,7 +36,7 @@ def stored(tmp_path_factory) -> Any:
 
 
 def test_iterates_are_those_of_a_hand_written_loop():
-    """Of an optimizer that wants the loss."""
+    """The optimizer requires the loss."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.polyak_sgd(0.5))
     got = run(sampler=optimizer)
 
@@ -69,7 +69,7 @@ def test_a_run_that_was_killed_gives_the_same_iterates(stored, tmp_path):
 
 
 def test_a_step_to_what_is_not_finite_is_left_out():
-    """As `optax.apply_if_finite` does; the other chains go on, and one warning names the chain."""
+    """As with `optax.apply_if_finite`; other chains continue, and one warning names the chain."""
     batches = own_batches()
     batches[2][1][1, 3] = np.nan
     given: dict[str, Any] = MOMENTUM | {"per_chain": True, "batches": batches, "num_draws": 9}

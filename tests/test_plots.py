@@ -1,4 +1,4 @@
-"""Pictures hold the numbers that they are of, on new and on given axes."""
+"""Plots show the right numbers, on new and on given axes."""
 
 from functools import partial
 from typing import Any
@@ -155,7 +155,7 @@ def test_regression_band():
     half = 1.959964 * STD[order]
     np.testing.assert_allclose(got, np.transpose([MEAN[order] - half, MEAN[order] + half]), 1e-5)
     assert ax.get_title() == "95 % band: holds 75.0 % of 12 targets"
-    # Of a mixture; a quarter of it lies below the median of its lower part.
+    # The band of a mixture; a quarter of it lies below the median of its lower part.
     ax = plots.regression_band([1, 0], np.array([[0.0, 1], [10, 3]]), 1.0, level=0.5)
     np.testing.assert_allclose(line_of(ax, "mean").get_xydata(), [[0, 2], [1, 5]])
     np.testing.assert_allclose(band_at(ax, 1), [0, 10], atol=1e-4)
@@ -174,7 +174,7 @@ def test_selection_has_a_line_for_each_candidate():
         np.testing.assert_allclose(line.get_ydata(), values[known])
     ends = [segment[:, 1] for segment in bars["b"][2][0].get_segments()]
     np.testing.assert_allclose(ends, [[-1.15, -1.05], [-0.6, -0.6]])
-    # What is far below does not set the scale.
+    # Values far below the best do not affect the scale.
     low, high = ax.get_ylim()
     assert -1.5 < low < -1.3 and -0.5 < high < -0.4
     marks = {"x": ("failed", (10, low)), "v": ("far", (10, low)), "*": ("b", (100, -0.5))}

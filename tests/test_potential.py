@@ -60,7 +60,7 @@ def test_a_summary_says_that_a_posterior_is_cold():
 
 
 def test_bound_is_exact_for_one_curvature_and_above_for_several():
-    """What `network_candidates` does the other way round; where any prior is enough, none."""
+    """Also the inverse, the prior of an allowed excess; it is 0 if any prior suffices."""
     size, curvatures = 400, np.geomspace(1e-2, 3, 400)
     posterior = Potential(200, 3.0, 2.0)
     bound, least = potential.excess_loss, potential.least_excess_loss

@@ -26,7 +26,7 @@ ONE = [{"w": WEIGHTS[0, 0], "log_std": LOG_STD[0, 0]}]
 LOGITS = np.einsum("ij,cdjk->cdik", INPUTS.astype(float), WEIGHTS.astype(float))
 LOG_PROBABILITIES = scipy.special.log_softmax(LOGITS, axis=-1)
 CHOSEN = LOG_PROBABILITIES[..., np.arange(NUM_INPUTS), LABELS]
-# As snapshots come: the first draw of each chain, then the second ones.
+# In the order of snapshots: the first draw of each chain, then the second draws.
 IN_ORDER = LOG_PROBABILITIES.swapaxes(0, 1).reshape(-1, NUM_INPUTS, CLASSES)
 
 
@@ -170,7 +170,7 @@ def test_tempered_densities_are_those_of_the_mean_and_follow_without_targets(lik
 
 
 def test_padding_is_nan_in_every_prediction_and_counts_in_no_score():
-    """In pieces, in the ways to ask for parts, and whatever a model says about padding."""
+    """In batches, with each value of `per`, and with any outputs of the model for padding."""
     tokens, inputs = LABELS.reshape(6, 5).copy(), INPUTS.reshape(6, 5, 3)
     tokens[2, 3:] = -1
     tokens[4] = -1
@@ -217,7 +217,7 @@ def test_extreme_log_densities_do_not_underflow():
     params = [{"w": jnp.tile(100.0 * jnp.arange(5), (3, 1))}] * 3
     got = predict(apply_fn, params, "categorical", np.array([0]), jnp.ones((1, 3)))
     np.testing.assert_allclose(got.log_density, [-1200.0], rtol=1e-6)
-    # What is impossible for one draw or all is no error.
+    # A target that is impossible under one draw or all is no error.
     likelihood = own(log_density=lambda outputs, _: jnp.log(outputs))
     draws = [jnp.array([0.0, 0.0]), jnp.array([0.5, 0.0])]
     got = predict(lambda params, x: params * x, draws, likelihood, np.zeros(2), jnp.ones(2))
@@ -271,7 +271,7 @@ def test_means_far_from_zero_keep_their_digits():
     exact = values.astype(float)
     half_ulp = np.spacing(center.astype(np.float32)) / 2
     assert np.all(abs(got.mean - exact.mean(0)) <= 1.01 * half_ulp)
-    # Of the deviations from a mean that float32 holds to a hundredth of the spread at worst.
+    # The variance is about the rounded mean, whose error is at most a hundredth of the spread.
     np.testing.assert_allclose(got.epistemic, exact.var(0), rtol=1e-3)
     # Double precision is kept.
     values = noise[:50, 0] + 1e6
@@ -309,7 +309,7 @@ MISFITS = (
     # XLA may turn NaN into ordinary numbers, which no check of the outputs would find.
     ("inputs", np.where(INPUTS == INPUTS[3, 1], np.nan, INPUTS), "finite, got nan or inf at"),
 )
-# Of a likelihood: outputs and targets that it does not take.
+# For each likelihood: outputs and targets that it rejects.
 BROKEN = "got nan, inf or a variance < 0 from snapshot 0"
 PAIRS = r"at most one log density for each of the 30 targets, got shape \(30, 30\). Targets \[inp"
 OUTPUTS: Any = (

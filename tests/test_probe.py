@@ -1,4 +1,4 @@
-"""What comes after the sampler: by the structure of a state, and by where parameters arrive."""
+"""Changes after the sampler, found from the structure of a state and from the parameters."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ SAMPLERS: dict[str, Any] = {
 START = {"matrix": jnp.ones((30, 20)), "offset": jnp.ones(7), "scalar": jnp.ones(())}
 NUM_GRADIENTS = 200
 IN_A_ROW = [1 - 0.5 * ((np.arange(200) >= 20) & (np.arange(200) < 20 + n)) for n in (1, 2, 3)]
-# Of `factor * updates - decay * params + offset` the numbers, and whether gradients are lost.
+# Numbers in `factor * updates - decay * params + offset`, and whether gradients are lost.
 RUNS: dict[Any, Any] = {
     "as sent": (1, 0, 0, False),
     "poisoned": (1, 0, 0, True),
@@ -33,7 +33,7 @@ RUNS: dict[Any, Any] = {
 
 
 def told(name):
-    """What `stats` says in all of `RUNS`, `[call]` each."""
+    """`stats` in all of `RUNS`, `[call]` each."""
     tx = SAMPLERS[name]()
 
     def chain(factors, decay, offset, is_poisoned):
@@ -97,7 +97,7 @@ def told_of_a_loop(params: Any, offsets: Any) -> Any:
 
 @jax.jit
 def flags(is_altered):
-    """Of a run with these calls altered, `is_altered` after each call but the first."""
+    """`is_altered` after each call but the first, in a run with these calls altered."""
     offsets = jnp.append(0.0, is_altered).astype(jnp.float32)[:, None] * jnp.ones(3)[None]
     return told_of_a_loop(jnp.ones(3), offsets).is_altered[1:]
 
@@ -118,7 +118,7 @@ def test_one_percent_of_the_last_calls_is_too_much():
 
 @pytest.mark.parametrize("shape", [(), (1, 256), (300, 200), (3, 3, 64, 128), (70_000,), (2, 1000)])
 def test_a_change_of_any_part_of_a_leaf_is_seen(shape):
-    """Of a half along any axis, on either side, in any of several leaves."""
+    """Change one half of a leaf along any axis, on either side, in any of several leaves."""
     for axis in range(max(len(shape), 1)):
         half = np.ones(shape, np.float32)
         if shape and shape[axis] > 1:

@@ -1,4 +1,4 @@
-"""Draws that a sampler hands to the host from inside somebody else's loop."""
+"""Draws that a sampler sends to the host from inside the loop of another library."""
 
 import copy
 import fcntl
@@ -22,7 +22,7 @@ MEAN, STD = np.array([1.0, -2.0, 0.5]), np.array([0.5, 1.0, 2.0])
 
 
 def gradient(w):
-    """Of a normal posterior whose prior is flat."""
+    """Gradient of a normal posterior with a flat prior."""
     return (w - jnp.asarray(MEAN)) / jnp.asarray(STD) ** 2
 
 
@@ -61,9 +61,9 @@ def doubles():
 
 
 def test_draws_are_those_that_the_loop_itself_could_keep(doubles, tmp_path):
-    """Of four chains under `vmap`; without parameters the same, and said to be unchecked.
+    """Four chains under `vmap`; without parameters the draws are the same, with a warning.
 
-    Also where only shapes are known before, and in a directory.
+    Also if `init` was called only with shapes, and in a directory.
     """
     sampler = psmile()
 
@@ -98,7 +98,7 @@ def test_draws_are_those_that_the_loop_itself_could_keep(doubles, tmp_path):
 
 def test_each_fit_has_draws_of_its_own_and_eager_calls_are_recorded():
     tx = optax_smile.recorded(stub(), num_warmup=1, thin=2)
-    # As `equinox.filter_jit` passes it to a compiled function.
+    # Rebuild the transformation, like `equinox.filter_jit` does.
     update = jax.jit(jax.tree.map(lambda function: function, tx).update)
     for length, number in ((5, 2), (9, 4)):
         w, state = START[1], tx.init(START[1])
@@ -122,7 +122,7 @@ def test_a_loop_that_goes_on_from_its_checkpoint_neither_loses_nor_doubles(tmp_p
     expected = tx.draws().params
     assert expected.shape == (1, 9, 3)
     before = content_of(tmp_path)
-    # The same process goes on from an earlier state, then another one, or begins again.
+    # The same process resumes from an earlier state, then another process does, or it starts again.
     fit(tx, w, 2 * THIN, state)
     np.testing.assert_array_equal(tx.draws().params, expected)
     again, in_memory = recorded(directory=tmp_path), recorded()
@@ -136,7 +136,7 @@ def test_a_loop_that_goes_on_from_its_checkpoint_neither_loses_nor_doubles(tmp_p
     refuse(
         r"recorded\(state=...\).* with other draws.* at step 225", in_memory, w + 0.1, THIN, state
     )
-    # Other draws of the same fit, those of another one, some that come later, another sampler.
+    # Rejected: other draws of the same fit, draws of another fit, later draws, another sampler.
     other = r"recorded\(directory=...\).* with other draws, up to step 245, at"
     length = NUM_WARMUP + THIN
     refuse(f"{other} step 205", recorded(directory=tmp_path), START[1], length)

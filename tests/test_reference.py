@@ -28,7 +28,7 @@ NETWORK = {"b": (7,), "w": (30, 20)}
 
 
 class Numbers(NamedTuple):
-    """What varies without another compilation: of the sampler, and of the loss."""
+    """Numbers of the sampler and the loss that vary without another compilation."""
 
     step: Any
     length: Any
@@ -58,7 +58,7 @@ class Case(NamedTuple):
     prior: str = "gaussian"
     has_values: bool = True
     dtype: Any = np.float64
-    # Those that are compared: in long steps of the spectral norm differences grow tenfold per
+    # Number of calls to compare: in long steps of the spectral norm differences grow tenfold per
     # five calls.
     calls: int = CALLS
     bound: float = 1e-10
@@ -220,7 +220,7 @@ def noises(shapes, dtype):
     chain = mclmc(1.0, num_data=1, decoherence_length=1.0, prior_precision=0.0, key=0)
 
     def signs(key):
-        """What a chain at rest moves along."""
+        """The displacement of a chain at rest."""
         state = optax.tree.set(chain.init(tree), key=key)
         return jnp.sign(ravel_pytree(chain.update(tree, state, tree)[0])[0])
 
@@ -233,7 +233,7 @@ def noises(shapes, dtype):
     return jax.jit(jax.vmap(signs if shapes == tuple(NETWORK.items()) else normal))
 
 
-# A factor and an offset of the gradient, and what is added to the loss.
+# A factor and an offset of the gradient, and an offset of the loss.
 ODDITIES = {
     "outlying": (1e6, 0.0, 0.0),
     "gone": (0.0, 0.0, 0.0),

@@ -1,4 +1,4 @@
-"""Float32 at its limits: numbers not finite or huge, and the way back from a rejected step."""
+"""Limits of float32: non-finite and huge numbers, and the return from a rejected step."""
 
 from functools import cache
 from typing import Any
@@ -48,13 +48,13 @@ def at(tree, index):
 
 
 def add(params, updates):
-    """As optax.apply_updates, without a compilation."""
+    """Like `optax.apply_updates`, but without compilation."""
     return jax.tree.map(lambda x, dx: np.asarray(x) + np.asarray(dx), params, updates)
 
 
 @pytest.mark.parametrize("integrator", CALLS_PER_STEP)
 def test_steps_are_shorter_after_many_calls_that_are_not_finite(integrator):
-    """From the fifth in a row on; a hundred good ones restore their length."""
+    """Steps get shorter from the fifth call in a row; a hundred good ones restore their length."""
     tx: Any = optax_smile.smile(
         0.5, num_data=1, integrator=integrator, tuner=None, decoherence_length=None
     )
@@ -145,7 +145,7 @@ def test_rejected_steps_are_taken_back_to_two_ulp(case, is_fused):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_value_at_one_end_only_gives_no_energy():
-    """Of a step of two gradients; what is passed in between makes no difference."""
+    """The step has two gradients; the value passed between them makes no difference."""
     (tx, update), (grads, _) = build(*ANCHORED), draw_inputs(15, 18)
     params, state, before, stats = PARAMS, tx.init(PARAMS), None, see(tx.init(PARAMS))
     for index, value in enumerate((0.0, 0.1, None, 0.2, 0.1, None, None, 0.3, 0.2)):
@@ -162,7 +162,7 @@ def test_a_value_at_one_end_only_gives_no_energy():
 
 
 def second_step(gradients, lengths, size=8) -> Any:
-    """Of chains that start along one gradient `[chain, 2, d]` and meet another: update, stats."""
+    """Update and stats of chains that start along one gradient `[chain, 2, d]` and meet another."""
 
     def chain(gradients, length):
         tx = optax_smile.smile(
@@ -192,7 +192,7 @@ def test_steps_of_any_size_and_gradient_are_finite_and_keep_their_length():
 
 @pytest.mark.slow
 def test_energies_keep_their_digits_among_a_million_parameters():
-    """Against float64, from kicks that are hardly felt to those that turn all the way."""
+    """Compared with float64, from tiny kicks to those that turn the direction completely."""
     size, rng = 10**6, np.random.default_rng(3)
     first, across = rng.standard_normal((2, size))
     for length in (1e-2, 30.0, 1e6):

@@ -1,4 +1,4 @@
-"""The page about a run: what the run stored is in it, whatever the run stored."""
+"""The report of a run contains what the run has stored, in all cases."""
 
 import base64
 import html

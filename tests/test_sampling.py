@@ -1,4 +1,4 @@
-"""What `sample` draws, traces and hands to a loss."""
+"""Draws and trace of `sample`, and the arguments of the loss."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ STILL = stub(noise=0.0)
 
 
 def test_draws_are_those_of_a_hand_written_loop():
-    """Of two gradients per step, where the last accepted point is another than the parameters."""
+    """With two gradients per step, so that the last accepted point differs from the parameters."""
     tx: Any = quiet(integrator="minimal_norm")
     begun = runs.start()
     got = run(params=begun, sampler=tx, num_warmup=3, num_draws=3, thin=2)
@@ -48,7 +48,7 @@ def test_draws_are_those_of_a_hand_written_loop():
 
 
 def test_chains_get_their_own_keys_and_batches():
-    """Each alone keeps chains apart that begin at the same place."""
+    """Keys alone, and batches alone, keep chains with equal starts apart."""
     same, own = jax.tree.map(jnp.zeros_like, runs.start()), {"batches": own_batches(3)}
     for arguments in ({}, {"sampler": STILL, "per_chain": True, **own}):
         got = run(params=same, num_warmup=2, num_draws=1, thin=1, **arguments)
@@ -103,14 +103,14 @@ def test_parameters_may_have_any_byte_order():
 
 
 def test_points_that_are_no_samples_are_traced_but_not_kept(tmp_path):
-    """Of six steps the first two and the last one."""
+    """In each six steps, the first two and the last are no samples."""
     exploring = stub(kind=runs.Exploring)
     with pytest.warns(UserWarning, match="kept 6 draws per chain instead of 12: at the other"):
         got = run(sampler=exploring, num_draws=12, **EVERY)
     marked = got.trace["is_draw"][0]
     assert marked.tolist() == [step % 6 >= 3 for step in range(1, 13)]
     assert got.num_draws == marked.sum() == 6
-    # Also in a run that is repeated.
+    # A repeated run raises the same error.
     for _ in range(2):
         rule = r"`sample\(num_draws=...\)` must be large .* got 2"
         refused(rule, run, tmp_path, sampler=exploring, num_draws=2, **EVERY)
@@ -134,7 +134,7 @@ def test_several_steps_in_one_go_see_the_batches_of_their_chain():
 
 
 def test_auxiliary_state_follows_the_accepted_points():
-    """The fifth batch is not finite: its step is rejected, and what it did to the state."""
+    """The fifth batch is not finite: its step and its change of `aux` are rejected."""
     rows: Any = regression(8)
     rows[4] = jax.tree.map(lambda x: x * np.nan, rows[4])
 
@@ -211,7 +211,7 @@ def test_settings_hold_what_was_not_given_and_what_is_injected(tmp_path):
         settings = settings_of(tx)
         numbers = [settings[x] for x in ("step_size", "num_data", "prior_precision", "temperature")]
         assert settings["name"] == name and numbers == pytest.approx([0.02, NUM_DATA, 1, 1])
-    # What the advice of `summary` looks at.
+    # The advice of `summary` depends on this.
     for tx, chooser in (
         (optax_smile.psmile(num_data=NUM_DATA, key=0), "angle_tuner"),
         (quiet(tuner=optax_smile.quantile_tuner()), "quantile_tuner"),
@@ -237,7 +237,7 @@ def test_the_bar_says_that_it_compiles_until_the_first_step_is_done(label, capsy
 
 
 class TestTwoGradients:
-    """Of a step have different weights: each batch needs both."""
+    """The two gradients of a step have different weights: each batch must get both."""
 
     def order(self, batches, *, num_steps=12, **given) -> list[int]:
         """Numbers of the batches in the order in which the loss gets them."""
@@ -333,7 +333,7 @@ def test_no_key_is_used_twice():
 
 @pytest.mark.parametrize("integrator", ["leapfrog", "minimal_norm"])
 def test_the_loss_in_the_trace_is_that_of_the_draw(integrator):
-    """Not of a point within a step; of full batches, where every draw has one loss."""
+    """It is not that of a point within a step. With full batches, every draw has one loss."""
     (batch,) = runs.regression(1)
     given: Any = {"sampler": runs.quiet(integrator=integrator), "batches": [batch], "check": False}
     got = runs.run(**given)

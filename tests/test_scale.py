@@ -78,7 +78,7 @@ def test_width_is_that_of_a_gaussian_before_it_is_explored():
 
 
 def test_public_transformation_divides_by_the_scale_before():
-    """And forgets a gradient that is not finite, which passes through."""
+    """A non-finite gradient passes through and does not change the averages."""
     rng, tx = np.random.default_rng(0), optax_smile.scale_by_gradient_noise()
     gradients = rng.standard_normal(8) + np.geomspace(0.1, 10, 8) * rng.standard_normal((80, 8))
     update, state = jax.jit(tx.update), tx.init(jnp.zeros(8))
@@ -130,9 +130,9 @@ def test_extreme_gradients_keep_the_matrix_finite():
 @pytest.mark.slow
 @pytest.mark.parametrize("integrator", ["leapfrog", "minimal_norm"])
 def test_long_steps_keep_the_variances(integrator, size=10):
-    """Of a Gaussian, without noise; the standard error of their mean is .002.
+    """The target is a Gaussian, without noise; the standard error of the mean variance is .002.
 
-    Without its correction the leapfrog is .032 off, with it the minimal norm .035.
+    The error is .032 for the leapfrog without its correction, .035 for the minimal norm with it.
     """
     precision = jnp.geomspace(1.0, 10.0, size)
     tx: Any = optax_smile.psmile(num_data=1, prior_precision=0.0, integrator=integrator, key=0)
@@ -194,7 +194,7 @@ def test_correlated_features():
     assert np.all((variances > 0.85) & (variances < 1.15)), variances
     # The noise of permutations cancels over a pass: at twice the angle the mean is .92.
     assert variances.mean() > 0.96
-    # Of each chain; with a diagonal scale, and the long memory that goes with it, .48 and .33.
+    # Errors of single chains; .48 and .33 with a diagonal scale and its longer memory.
     assert np.sqrt(np.mean((relative.var(1) - 1) ** 2)) < 0.35
     assert np.sqrt(np.mean(relative.mean(1) ** 2)) < 0.16
 

@@ -47,7 +47,7 @@ def checkout(tmp_path, monkeypatch):
     return tmp_path
 
 
-# What a run writes, and what runs nothing, are clean.
+# Files that runs write, and files that no run executes, may be changed.
 @pytest.mark.parametrize("name", ["optax_smile/a.py", "examples/new.py"])
 def test_a_record_is_of_a_commit(checkout, name, monkeypatch):
     for clean in ("benchmarks/results/new.jsonl", "docs/new.md"):
@@ -95,7 +95,7 @@ def test_no_table_is_stale(monkeypatch, capsys):
     assert (tables.main(), capsys.readouterr().out) == (0, "")
 
 
-# Those that scripts print, of what they have run.
+# Tables that scripts print about their own runs.
 PRINTED = ("quickstart", "uci", "ladder", "posteriors", "nuts-networks", "calibration")
 PRINTED += ("bias-forms", "tall", "step-cost-all", "compilation", "which-method digits")
 

@@ -30,7 +30,7 @@ Y = (X @ [1, -2, 0.5] + NOISE * GENERATOR.normal(size=len(X))).astype(np.float32
 TRAIN, VALID = (X[:NUM_DATA], Y[:NUM_DATA]), (X[NUM_DATA:], Y[NUM_DATA:])
 START = jnp.asarray(GENERATOR.normal(size=(3, 3)), jnp.float32)
 BUDGET: dict[str, Any] = {"num_warmup": 90, "num_draws": 60, "thin": 3}
-# Of runs that are stopped: a round of 18 steps for two candidates.
+# Runs that are stopped have a round of 18 steps for two candidates.
 SHORT: dict[str, Any] = {"num_warmup": 30, "num_draws": 10, "thin": 3}
 
 
@@ -48,7 +48,7 @@ def sgld(size: float):
     return optax_smile.sgld(size, num_data=NUM_DATA, key=jax.random.key(1))
 
 
-# The sampler is not the point, but where a chain breaks.
+# The test is about broken chains, not about the sampler.
 TWO = {"still": stub(1e-8), "noisy": stub(0.05, noise=0.1)}
 CANDIDATES = TWO | {"sgd": optax.sgd(2e-3), "bad": sgld(1e3)}
 
@@ -273,8 +273,8 @@ def test_a_round_is_scored_by_draws_of_the_last_half_of_its_steps_and_their_gain
             np.testing.assert_allclose(got[row, running], expected, rtol=1e-4)
 
 
-# The most probable place under the validation data. Away from it along the first axis, a candidate
-# is worse by 10 standard errors of the difference for each unit of distance.
+# The most probable place under the validation data. Per unit of distance along the first axis, a
+# candidate is worse by 10 standard errors of the difference.
 GOOD = np.linalg.lstsq(*VALID)[0].astype(np.float32)
 EQUAL, WORSE, MUCH_WORSE = 0.05, 0.15, 0.3
 
@@ -290,7 +290,7 @@ def still(make: Any = optax_smile.sgld, **settings) -> Any:
 
 COSTLY = still(optax_smile.smile, decoherence_length=0.1, integrator="minimal_norm")
 CHEAP = at_place(lambda step: GOOD)
-# Where samplers that are still are, the candidates, and the one that is chosen.
+# Position of the samplers that do not move, the candidates, and the chosen one.
 PREFERENCES: dict[str, tuple[float, dict[str, Any], str]] = {
     "fewer gradients": (0, {"a": COSTLY, "b": at_place(lambda step: away(EQUAL))}, "b"),
     "fewer gradients, but worse": (0, {"a": at_place(lambda step: away(WORSE)), "b": COSTLY}, "b"),
@@ -327,7 +327,7 @@ def test_of_a_single_input_only_the_score_counts():
     [(0.0, 0.0, "a"), (0.2, 0.2, "a"), (MUCH_WORSE, MUCH_WORSE, "b"), (0.5, -0.5, "a")],
 )
 def test_a_candidate_runs_again_that_is_two_standard_errors_better(tmp_path, early, late, best):
-    """What the draws to come will add counts for the one that runs on: the last case."""
+    """The projected gain counts only for the candidate that continues: see the last case."""
 
     def place(step):
         return jnp.where(step <= 18, GOOD, jnp.where(step <= 27, away(early), away(late)))

@@ -1,4 +1,4 @@
-"""Draws on disk: what was sampled comes back, lazily, and damage is named."""
+"""Draws on disk: they are read lazily and correctly, and errors name damaged files."""
 
 import contextlib
 import os
@@ -137,7 +137,7 @@ def test_a_state_of_flax_nnx_comes_back_as_from_memory(tmp_path):
 
 
 def test_mean_of_each_chain_is_that_in_float64(runs, tmp_path):
-    """Of numbers whose sum in their own precision would lose the digits that differ."""
+    """A sum of the numbers in their own precision would lose the digits that differ."""
     memory, disk, _ = runs
     assert_same(disk.mean(), memory.mean())
     values = (1e4 + np.random.default_rng(0).normal(size=(2, 300, 3))).astype(np.float32)
@@ -194,7 +194,7 @@ def test_a_leaf_too_large_or_small_for_half_precision_keeps_its_own(tmp_path):
     assert draws.params["params"]["w"][0, :, 0].tolist() == expected
     message = "`sample`: params/w had numbers that are too large or too small for float16"
     assert len(told) == 1 and message in told[0]
-    # Also a start, and doubles.
+    # The same for a start, and for doubles.
     draws, told = visit(tmp_path / "start", (0, 0.1), start=1e5, inf=inf)
     assert (draws.start["params"]["w"] == 1e5).all() and len(told) == 1 and message in told[0]
     with jax.enable_x64(True):

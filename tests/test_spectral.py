@@ -17,7 +17,7 @@ from runs import refused
 import optax_smile
 
 SHAPES = {"w": (2, 5), "k": (3, 2, 4), "b": (3,)}
-# Of the leaf "k", whose first axis numbers matrices.
+# Axes of the leaf "k", whose first axis indexes matrices.
 STACKED = {"w": MuonDimensionNumbers(), "k": MuonDimensionNumbers(-1, 1), "b": None}
 POSTERIOR: dict[str, Any] = {"num_data": 1, "prior_precision": 0.0}
 
@@ -55,7 +55,7 @@ def nuclear(momentum, size, matrices) -> Any:
 
 @pytest.mark.parametrize("matrices", [None, lambda params: STACKED])
 def test_the_velocity_is_the_gradient_of_the_norm(matrices):
-    """Also where the momentum is huge or tiny; small singular values grow, none above one."""
+    """Also for huge or tiny momenta; small singular values grow, but not above one."""
     with jax.enable_x64(True):
         p, size = tree(dtype=float), 37
         expected = jax.grad(partial(nuclear, size=size, matrices=matrices))(p)
@@ -129,7 +129,7 @@ def test_full_batches_keep_a_gaussian(number=256, redraws=400, length=40):
         return jax.tree.map(lambda a: a / norm, p)
 
     def redrawn(carry, p):
-        """From the end of a step: the kick that opens the next, by hand."""
+        """Make the kick that opens the next step by hand."""
         x, state = carry
         time = 0.4 * kick
         slope: Any = -1 / 12 * optax.tree.vdot(gradient(x), velocity(p))
@@ -166,7 +166,7 @@ def test_full_batches_keep_a_gaussian(number=256, redraws=400, length=40):
 
 
 def test_pure_noise_turns_the_momentum_by_the_angle_of_the_tuner():
-    """By half of it, phi, so that a kick costs d phi^2 / 2 as with a Euclidean norm.
+    """The turn is half the angle, phi, so a kick costs d phi^2 / 2 as with a Euclidean norm.
 
     The noise has rank one, like that of small batches, and always the same length.
     """
@@ -184,7 +184,7 @@ def test_pure_noise_turns_the_momentum_by_the_angle_of_the_tuner():
             return (moved, state), optax_smile.stats(state).energy_change
 
         _, gained = jax.lax.scan(call, (params, tx.init(params)), keys)
-        # By the Euclidean length of the noise it would be .69 and .54 of that.
+        # With the Euclidean length of the noise, it would be .69 and .54 times this.
         cost = 260 / 2 * (angle / 2) ** 2
         assert np.mean(gained[300:]) == pytest.approx(cost, rel=0.1)
 

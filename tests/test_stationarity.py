@@ -1,4 +1,4 @@
-"""Where the chains of every sampler end up: mean and covariance on a Gaussian, and directions.
+"""The stationary distribution of every sampler: mean and covariance on a Gaussian, and directions.
 
 Errors come from the spread of many independent chains. A test fails if one of its statistics
 is further than `LIMIT` standard errors off: with the 14 moments of a chain, and Student's t
@@ -43,7 +43,7 @@ def loss_gradient(x, noise):
 
 
 class Moments(NamedTuple):
-    """Of every chain: mean of y = x - MEAN, `[chain, d]`, of y y^T, and its last squares."""
+    """Means over each chain of y = x - MEAN, `[chain, d]`, and of y y^T, and its last squares."""
 
     mean: np.ndarray
     second: np.ndarray
@@ -85,7 +85,7 @@ def assert_moments(moments, covariance):
     seconds = (moments.second - covariance)[:, *upper]
     errors = np.concatenate([moments.mean, seconds], axis=1)
     standard_errors = errors.std(axis=0, ddof=1) / np.sqrt(len(errors))
-    # The comparison says something: standard deviations are known to 2 %.
+    # The test has power: standard deviations are known to 2 %.
     widths = np.sqrt(np.diag(np.mean(moments.second, axis=0)))
     scale = np.append(widths, np.outer(widths, widths)[upper])
     assert np.all(standard_errors < 0.02 * scale)
@@ -186,7 +186,7 @@ def build(name, step_size, **options) -> Any:
     return fn(step_size, key=jax.random.key(0), **POSTERIOR, **options)
 
 
-# Of chains with the noise of batches.
+# Length of chains with the noise of batches.
 LONG = {"num_gradients": 40_000, "num_warmup": 8_000}
 # MCLMC, which cannot do without explicit noise, is made for full batches.
 SLOW = [("psmile", "isotropic noise"), ("sghmc", "full batch")]
@@ -207,7 +207,7 @@ def test_moments(name, label):
         return assert_moments(moments, covariance(step_size, noise, moments.gradient_square))
     options: dict[str, Any] = {}
     if noise == 0 and accepts(SAMPLERS[name], "decoherence_length"):
-        # Without any noise the microcanonical dynamics need not forget where they started.
+        # Without any noise, microcanonical dynamics need not forget their start.
         options = {"decoherence_length": 2.0}
     sampler, run = build(name, STEP_SIZES[label], **options), LONG if noise else {}
     assert_moments(sample(sampler, noise, **run), COVARIANCE)
@@ -224,7 +224,7 @@ def test_moments_with_a_step_size_of_its_own():
 # scale or noise that reckons with its full strength heats coordinates that have none.
 
 NUM_CHAINS, NUM_CALLS = 160, 40_000
-# Where the rules for the noise differ most; `benchmarks/notes/noise-scale.md` has more.
+# Cases in which the rules for the noise differ most; `benchmarks/notes/noise-scale.md` has more.
 SPREADS = {"isotropic .5": np.full(6, 0.5), "half": np.array([2.0, 2, 2, 0, 0, 0])}
 
 

@@ -1,6 +1,6 @@
-"""What a compiled step moves and keeps, and the sums that it makes in one pass.
+"""Memory traffic and temporary memory of a compiled step, and its sums in one pass.
 
-What it sends between devices: `devices/test_sharded_states.py`.
+For communication between devices see `devices/test_sharded_states.py`.
 """
 
 import re
@@ -45,7 +45,7 @@ def test_a_call_moves_and_keeps_little(name):
 
 
 def test_small_leaves_share_what_is_computed():
-    """Of the 4,900 instructions there are 8,300 if each leaf is computed by itself."""
+    """There are 4,900 instructions, but 8,300 if each leaf is computed separately."""
     tx: Any = optax_smile.psmile(num_data=1000, key=jax.random.key(0))
     shapes = (8, 16), (16,), (16, 16), (16,), (16, 16), (16,), (16, 1), (1,)
     params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]

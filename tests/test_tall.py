@@ -1,4 +1,4 @@
-"""Control variates: that they change no posterior, what they gain, and where they are refused."""
+"""Control variates: unchanged posteriors, gains, and cases that are rejected."""
 
 import re
 import warnings

@@ -1,4 +1,4 @@
-"""What docs/theory.md says and no other test shows, and that every test which it names exists."""
+"""Statements of docs/theory.md that no other test checks, and the tests that it names."""
 
 import pathlib
 import re
@@ -103,7 +103,7 @@ LARGE, NOISE_VARIANCE, ANGLE, EXCESS, PASS = 400, 44.0, 0.15, 0.5, 10
 
 
 def heated(permuted):
-    """Of the noisier and the calmer half of theta: mean squares by chain, and their expectation.
+    """Mean squares by chain for the noisier and the calmer half of theta, and their expectation.
 
     The target is N(0, I), the noise prevails, and its variance is 44 (1 + .5) in one half and
     44 (1 - .5) in the other. Where it is that of permutations it sums to zero over 10 gradients.

@@ -1,4 +1,4 @@
-"""A deep ensemble: best weights, resuming, and chains from weights that are trained already."""
+"""A deep ensemble: best weights, resuming, and chains from trained weights."""
 
 import itertools
 import re
@@ -118,7 +118,7 @@ assert_same_bits = partial(chex.assert_trees_all_equal, strict=True)
 
 
 class Batches:
-    """Another order in every pass; counts them, and in the middle of one something happens."""
+    """Batches in a new order in every pass; counts passes, and triggers an event within one."""
 
     def __init__(self, at=None, happens: Any = None):
         self.at, self.happens, self.passes = at, happens, 0

@@ -1,4 +1,4 @@
-"""The page of findings shows each of them, and real samplers have those that it says they have."""
+"""The page on findings shows each of them, and runs of real samplers have the stated findings."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ PLAIN: dict[str, Any] = {"num_data": NUM_DATA, "decoherence_length": None}
 PSMILE, TUNER = optax_smile.psmile(**GIVEN), optax_smile.quantile_tuner(adapt_rate=0.02)
 OUTLIER, MISSING = Y + 3 * (np.arange(NUM_DATA) == 23), Y + np.where(X == X[-1], np.nan, 0)
 SINGLE = {"y": OUTLIER, "batch_size": 1, "num_warmup": 500}
-# What a user does: a sampler, and how it is run.
+# Runs of a user: a sampler, and options of the run.
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "healthy": (PSMILE, {"thin": 300}),
     "altered": (shrunk(PSMILE), {}),

@@ -31,7 +31,7 @@ from test_contract import make
 
 import optax_smile
 
-# Of nightly tests, too: they compare numbers with what a fast one made.
+# Also for nightly tests: they compare numbers with results of fast ones.
 OPTIMIZED = False
 KEY, RBG = jax.random.key(0), jax.random.key(7, impl="rbg")
 CALLS, SKIPPED = 12, 5
@@ -128,7 +128,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "deepcopy": Wrapper(lambda tx: copy.deepcopy({"tx": tx})["tx"]),
     "asdict": Wrapper(lambda tx: dataclasses.asdict(Config(tx))["tx"]),
     "cloudpickle": Wrapper(lambda tx: cloudpickle.loads(cloudpickle.dumps(tx))),
-    # What cannot be right.
+    # Wrappers that cannot be correct.
     "masked alone": Wrapper(lambda tx: optax.masked(tx, is_sampled), at_rest=True),
     "flatten": Wrapper(optax.flatten),
     "conditionally_transform": Wrapper(
@@ -205,7 +205,7 @@ def in_scan_without_params(tx, start, batches):
     for name in START:
         np.testing.assert_allclose(own[name], params[name], rtol=1e-6)
         np.testing.assert_allclose(drawn[name], last[name], rtol=1e-6)
-    # In the place of what the sampler does not see; with `params` the whole tree comes back.
+    # Placeholder for leaves that the sampler does not see; with `params`, all are returned.
     assert "table" not in start or drawn["table"] == optax.MaskedNode()
     return seen, last, state
 
@@ -312,7 +312,7 @@ def in_nnx(tx, start, batches):
     return stack(seen), values(), optimizer.opt_state
 
 
-# What loops do with the parameters between two calls: `change(count, after)`.
+# Changes of the parameters by loops between two calls: `change(count, after)`.
 CHANGES: dict[str, Any] = {
     "decay now and then": lambda count, x: optax.tree.scale(1 - 1e-3 * (count % 3 == 0), x),
     "restarts": lambda count, x: optax.tree.where(count % 3 == 2, START, x),
@@ -341,7 +341,7 @@ OF_LOOPS |= dict.fromkeys(CHANGES, ("none",))
 CHANGED = (
     r"`last_accepted\(state=...\)` must be .* in which only the sampler changes the parameters"
 )
-# Of wrappers and of loops.
+# Errors by wrapper and by loop.
 ERRORS: dict[str, str] = dict.fromkeys(CHANGES, CHANGED) | {
     "masked alone": r"`last_accepted\(state=...\)` must .* `optax.masked` alone.*set_to_zero",
     "flatten": r"`last_accepted\(params=...\)` must be a tree with the leaves .* given to `init`",
@@ -396,7 +396,7 @@ def test_a_sampler_that_needs_the_loss_takes_that_chain_too(wrapper, loop):
     assert_plain_chain(wrapper, loop, "psmile")
 
 
-# What follows the sampler, or computes with its state.
+# Transformations that follow the sampler, or compute with its state.
 
 SGLD = optax_smile.sgld(0.1, num_data=20, key=0)
 AFTER: dict[str, Any] = {
@@ -408,7 +408,7 @@ AFTER: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", AFTER)
 def test_what_follows_a_sampler_in_a_chain_is_refused(name):
-    """Also where other wrappers surround the chain."""
+    """It is refused also if other wrappers surround the chain."""
     for around in ("none", "partition", "MultiSteps"):
         state = WRAPPERS[around].wrap(optax.chain(SGLD, AFTER[name])).init(START)
         rule = r"must be (the state of )?an `optax.chain` that ends with the sampler"
@@ -433,7 +433,7 @@ def test_optimizers_that_average_states_are_refused_and_lookahead_is_flagged():
 
 
 def test_parameters_that_a_loop_passes_replace_the_tracked_ones():
-    """And what changes them is counted, as without `tracked`."""
+    """Changes of them are counted, as without `tracked`."""
     tx = tracked(sghmc())
     seen, _, state = in_scan_without_params(tx, START, BATCHES[:3])
     params = jax.tree.map(lambda x: x[-1], seen)
@@ -450,11 +450,11 @@ def test_parameters_that_a_loop_passes_replace_the_tracked_ones():
     jax.jit(last_accepted)(state)
 
 
-# What precedes the sampler: `sample` compares its gradients with those of the loss.
+# Transformations before the sampler: `sample` compares its gradients with those of the loss.
 
 SIZE = 5
 SAMPLER = optax_smile.sgld(1e-5, num_data=50, key=0)
-# Single examples, which `sample` does not halve.
+# Batches of single examples, which `sample` does not split.
 EXAMPLES: Any = np.random.default_rng(0).normal(size=(10, 1, SIZE)).astype(np.float32)
 
 
@@ -521,7 +521,7 @@ def test_gradients_whose_squares_underflow_are_not_compared():
 
 @pytest.mark.parametrize("norm, share", [(1.0, r"\d+\.\d%"), nightly(0.05, r"100\.0%")])
 def test_sample_warns_of_a_clip_that_acts_with_its_share(norm, share):
-    """Also where it shortens every gradient, so that none shows that it is a clip."""
+    """Also if it shortens every gradient, so that it cannot be identified as a clip."""
     with pytest.warns(UserWarning, match=f"^`sample`: A clip before .* shortens {share} of the"):
         sample(optax.chain(optax.clip_by_global_norm(norm), SAMPLER))
 

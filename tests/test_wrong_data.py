@@ -1,4 +1,4 @@
-"""Data that change the posterior without a word, and are told, named or refused."""
+"""Data that would silently change the posterior: they lead to warnings or errors."""
 
 import functools
 import warnings
@@ -62,7 +62,7 @@ class Stop(Exception): ...
 
 
 def told(batches, num_data: float = NUM_DATA, **given) -> list[str]:
-    """What a run says of its batches before it calls the loss."""
+    """Warnings of a run about its batches before it calls the loss."""
 
     def loss(w, batch):
         raise Stop
@@ -135,7 +135,7 @@ class TestFinite:
         refused(rule, optax_smile.sample, loss, start, EQUAL, STUB, **given)
 
     def test_a_batch_that_does_not_fit_is_named_and_ends_the_run(self):
-        """Of a stream, after 12 draws; of a list it is found before the first step."""
+        """In a stream it ends the run after 12 draws; in a list it is found before any step."""
         x, y = EQUAL[0]
         empty, narrow = (x[:0], y[:0]), (x[:, :1], y)
         given: dict[str, Any] = {"sampler": STUB, "num_warmup": 2, "thin": 1}
@@ -194,7 +194,7 @@ def test_a_number_of_data_far_from_that_of_the_batches_is_told():
     assert "num_data=1400, but the batches have 140 examples." in told(EQUAL, 1_400)[0]
     wrong = optax_smile.sgld(1e-6, num_data=1_400, key=0)
     assert found(check(EQUAL, wrong)).keys() == {"num_data"}
-    # Of one batch the number of examples is not known.
+    # The number of examples of one batch is not known.
     assert not check(EQUAL[0], wrong).findings
 
 
@@ -271,7 +271,7 @@ TERMS: dict[str, tuple[Any, Any, Any, tuple[int, ...], int, str]] = {
 
 @pytest.mark.parametrize("name", TERMS)
 def test_terms_of_a_mean_are_those_of_the_program(name):
-    """Not any entries of integers: a right `num_data` is not called wrong."""
+    """Other integer arrays are not counted: a correct `num_data` gives no warning."""
     loss, params, batches, right, wrong, said = TERMS[name]
     for num_data in (*right, wrong):
         sampler = optax_smile.sgld(1e-6, num_data=num_data, key=0)

@@ -1,4 +1,4 @@
-"""Losses and outputs that are not what the posterior or the likelihood takes them for."""
+"""Losses and outputs of the wrong form for the posterior or the likelihood."""
 
 import functools
 import logging
@@ -33,7 +33,7 @@ sigmoid_loss = optax.losses.sigmoid_binary_cross_entropy
 
 @pytest.fixture(autouse=True)
 def promoted():
-    """As for a user: the tests of the package forbid what they look for."""
+    """The settings of a user, without the strict type promotion of the tests."""
     with jax.numpy_rank_promotion("allow"):
         yield
 
@@ -182,7 +182,7 @@ def stop(*_, **__):
 
 
 def said_of(loss, batch, **given) -> list[str]:
-    """Which of the sentences a run says before the first step, and that it says no other."""
+    """Warnings of a run before the first step; no other warnings are allowed."""
     chains = jax.tree.map(lambda x: jnp.stack([x, x + 0.1]), PARAMS)
     run = optax_smile.Run(loss, chains, [batch], stub()._replace(update=stop), key=0, **given)
     with warnings.catch_warnings(record=True) as seen, pytest.raises(Stop):
@@ -310,7 +310,7 @@ def test_a_sum_over_a_constant_is_a_mean_unless_it_is_that_of_all_data():
 
 @pytest.mark.slow
 def test_only_leaves_that_the_sampler_moves_need_a_gradient():
-    """And what the loss does not read is a draw from the prior, which is told without a finding."""
+    """Leaves that the loss does not read are sampled from the prior; this is only logged."""
 
     def gradients(loss, sampler=SAMPLER):
         def of_two(params, batch):
@@ -355,7 +355,7 @@ def test_a_step_size_like_a_learning_rate_is_named_with_a_sensible_one():
         if step_size == 1e-3:
             assert "It is not a learning rate" in found[0].advice
             assert 0.02 < 1e-3 * found[0].value[0] < 2
-    # By a run as well.
+    # A run does the same.
     chains = jax.tree.map(lambda x: jnp.stack([x, x + 0.1]), start)
     sampler = optax_smile.smile(1e-3, **given)
     steps: dict[str, Any] = {"num_warmup": 20, "num_draws": 1, "key": 0, "progress": False}
@@ -397,7 +397,7 @@ def summed(params, batch):
 
 @pytest.mark.filterwarnings("ignore:.*step_size=")
 def test_a_run_warns_of_a_summed_loss_and_a_small_num_data():
-    """By the halves of a batch, unless `check` is False, or the loss draws random numbers."""
+    """The run compares halves of a batch, unless `check` is False or the loss is random."""
 
     def dropped(params, batch, *, key):
         return summed(params, batch) * jax.random.bernoulli(key)
@@ -415,7 +415,7 @@ def test_a_run_warns_of_a_summed_loss_and_a_small_num_data():
     looks, small = "looks like a sum", optax_smile.sgld(1e-5, num_data=5, key=0)
     assert "num_data=5, but the first batch has 20 examples." in start(summed, sampler=small)
     assert looks in start(summed, batches=runs.own_batches(), per_chain=True)
-    # Also of batches that share no axis of examples, or that cannot be halved.
+    # It also warns of batches that share no axis of examples, or that cannot be split.
     told = start(graph, batches=[(*batch, np.float32(1)) for batch in runs.regression()])
     assert re.search("could not test .*, because the arrays of a batch share no axis of ex", told)
     told = start(fixed)

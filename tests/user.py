@@ -1,4 +1,4 @@
-"""What a user writes, typed: `.ci/package` checks it against the installed wheel, and runs it."""
+"""Typed code of a user: `.ci/package` checks it against the installed wheel, and runs it."""
 # Optax has no types to find; what JAX leaves unknown is no matter of ours.
 # pyright: strict, reportUnknownMemberType=false
 

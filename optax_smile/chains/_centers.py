@@ -1,4 +1,4 @@
-"""Control variates of a run, one for each chain: what the chains hold and compute."""
+"""Control variates of a run, one for each chain: their state and computations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from optax_smile import _tree, parallel
 from optax_smile._on_host import num_examples
 from optax_smile.mistakes.loss import FullLoss
 
-# Pairs of parts of a batch with which the noise is measured.
+# Number of pairs of parts of a batch that measure the noise.
 PAIRS = 4
-# Most bytes for gradients of all batches.
+# Maximum size of the stored gradients, in bytes.
 LARGEST_STORE = 2**28
 
 
 class Center(NamedTuple):
-    """A point, and what a control variate needs to know of all data there.
+    """A point, and the loss and gradient of all data there, for a control variate.
 
     Attributes:
         params: c, the parameters of one chain.
@@ -34,7 +34,7 @@ class Center(NamedTuple):
 
 
 def residual(loss: jax.Array, gradient: object, center: Center, params: object) -> jax.Array:
-    """Difference between the linear functions that touch the losses of a batch and of all data."""
+    """Difference between the tangents to the losses of a batch and of all data at the centre."""
     excess = jax.tree.map(jnp.subtract, gradient, center.gradient)
     moved = jax.tree.map(jnp.subtract, params, center.params)
     terms = jax.tree.map(lambda x, y: jnp.sum(x * y), excess, moved)
@@ -42,17 +42,17 @@ def residual(loss: jax.Array, gradient: object, center: Center, params: object) 
 
 
 class Centered(NamedTuple):
-    """What the carry of a chain has of its control variate.
+    """Control variate of a chain, a part of its carry.
 
     Attributes:
-        center: where the chain was when it was renewed.
-        excess: number, sum and sum of squares of differences between the loss of a batch at the
-            centre and that of all data, `[3]`.
-        noise: sums of squares, of differences of gradients and of what the control variate left of
-            them, when they were measured last, `[2]`; those before count half as much.
+        center: position of the chain at the last renewal, see `Center`.
+        excess: number, sum and sum of squares of the differences between the loss of a batch and
+            that of all data, both at the centre, `[3]`.
+        noise: sums of the squared differences of gradients without and with the control variate,
+            `[2]`; each renewal halves the weight of earlier ones.
         num_reduced: calls with a control variate, int32.
-        stored: losses and gradients of the batches of a list at the centre, `[batch, ...]`; None to
-            compute them in each call.
+        stored: losses and gradients at the centre of each batch in a list, `[batch, ...]`; None if
+            each call computes them.
     """
 
     center: Center
@@ -62,13 +62,13 @@ class Centered(NamedTuple):
     stored: tuple[jax.Array, optax.Updates] | None
 
     def stats(self) -> dict[str, jax.Array]:
-        """Return what the trace tells of it."""
+        """Return its entries in the trace."""
         return {"noise_left": self.noise[1] / self.noise[0], "num_reduced": self.num_reduced}
 
     def reduced(self, loss: FullLoss) -> FullLoss:
-        """Return a loss with the control variate, and the excess beside its `aux`.
+        """Return a loss with the control variate, which returns the excess together with `aux`.
 
-        If losses are stored, a batch comes as a pair with its place in the list.
+        If losses are stored, a batch is a pair of its index in the list and the batch itself.
         """
 
         def with_center(params, aux, key, batch) -> tuple[jax.Array, Any]:
@@ -92,7 +92,7 @@ class Centered(NamedTuple):
         return self._replace(excess=sums, num_reduced=_tree.count(self.num_reduced))
 
     def moved(self, params: optax.Params) -> Centered:
-        """Put the centre at a point, where nothing is known of the data."""
+        """Move the centre to a point, and reset what was measured at the old centre."""
         center = jax.tree.map(jnp.zeros_like, self.center)._replace(params=params)
         none = jnp.zeros_like(self.excess)
         return self._replace(center=center, excess=none, noise=self.noise / 2)
@@ -100,7 +100,7 @@ class Centered(NamedTuple):
     def gathered(
         self, loss: FullLoss, aux: object, key: jax.Array | None, batch: Any, number: float
     ) -> Centered:
-        """Add the loss and the gradient of a batch at the centre, of a `number` of examples."""
+        """Add the loss and the gradient of a batch at the centre to those of `number` examples."""
         center, stored, place = self.center, self.stored, None
         if stored is not None:
             place, batch = batch
@@ -126,10 +126,10 @@ class Centered(NamedTuple):
         batch: object,
         number: float,
     ) -> Centered:
-        """Measure the variance of the gradients, and what the control variate leaves of it.
+        """Measure the variance of the gradients, without and with the control variate.
 
-        The noise of a random loss in the gradient of all data stays until the next centre: it adds
-        up over as many passes.
+        The gradient of all data has noise if the loss is random. It is the same until the next
+        centre, so its effect adds up over all passes until then.
         """
         rows = num_examples(batch, False) or 0
         pairs = min(PAIRS, rows // 2)
@@ -167,9 +167,9 @@ class Centered(NamedTuple):
 def start(
     params: optax.Params, num_stored: int | None, mesh: Mesh | None, specs: object
 ) -> Centered | None:
-    """Return what the carry has before the first centre; None without a control variate.
+    """Return the state before the first centre; None without a control variate.
 
-    The `params` `[chain, ...]` are on their devices.
+    `params` `[chain, ...]` are already placed on their devices.
     """
     if num_stored is None:
         return None
@@ -188,9 +188,9 @@ def start(
 def num_stored(
     all_data: object, batches: object, params: optax.Params, specs: object, is_stochastic: bool
 ) -> int | None:
-    """Return of how many batches gradients like `params` `[chain, ...]` are stored, if they fit.
+    """Return the number of batches whose gradients are stored, 0 if they do not fit.
 
-    A random loss needs the same key at both points. None without a control variate.
+    0 for a random loss, which needs the same key at both points. None without control variate.
     """
     if all_data is None:
         return None
@@ -203,15 +203,15 @@ def num_stored(
 
 
 class Plan(NamedTuple):
-    """When the host looks at the centres next, in a form for JSON.
+    """When the host checks the centres next, serializable as JSON.
 
     Attributes:
-        length: steps of a pass over the data, at least `SHORTEST`; 0 before the first look.
+        length: steps of a pass over the data, at least `SHORTEST`; 0 before the first check.
         interval: steps between two centres.
-        is_on: whether gradients have a control variate.
-        is_placed: whether the centres were placed at the last look.
-        due: step of the next look.
-        num_passes: over all data so far.
+        is_on: whether the control variate is in use.
+        is_placed: whether the last check placed the centres.
+        due: step of the next check.
+        num_passes: passes over all data so far.
     """
 
     length: int = 0

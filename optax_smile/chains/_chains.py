@@ -1,4 +1,4 @@
-"""The program on the devices: all chains, and what a host loop asks of them."""
+"""The program on the devices: all chains, and the methods that host loops call."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Chain(NamedTuple):
 
 
 class Chains:
-    """Many chains: `tree` is their carry, `like` the shapes of one; `advance` moves them on."""
+    """Many chains: `tree` is their carry, `like` the shapes of one; `advance` runs them."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Chains:
         def program(function: Callable[[Chain, object], Chain]) -> Callable[[Chain, object], Chain]:
             return parallel.step(function, chains, mesh=mesh, per_chain=per_chain)
 
-        # Without and, if there are centres, with a control variate.
+        # One without and, if there are centres, one with a control variate.
         self.plan, has_centers = _centers.Plan(), num_stored is not None
         calls = [_call_of_chain(loss, sampler, x) for x in (False, True)[: 1 + has_centers]]
         self._one, self._many = ([program(x) for x in y] for y in (calls, map(_in_turn, calls)))
@@ -116,7 +116,7 @@ class Chains:
         self._draw = _compiled(_draw_of_chain, mesh)
 
     def misfit(self, batch: object) -> str:
-        """Say why the loss does not take a batch; "" if it does."""
+        """Say why the loss does not accept a batch; "" if it does."""
         try:
             self.losses.check(self.tree, batch)
         except _check.ArgumentError as error:
@@ -124,9 +124,9 @@ class Chains:
         return ""
 
     def advance(self, batches: list[object], places: Sequence[int] = ()):
-        """Make an update with each batch; those of several steps in one call if shapes agree.
+        """Make an update with each batch; several steps share one call if their shapes agree.
 
-        The `places` are those in the list of which gradients are stored.
+        `places` are the indices of the batches in the list whose gradients are stored.
         """
         if self.plan.is_on:
             batches = [*map(self._at, batches, places)]
@@ -141,21 +141,21 @@ class Chains:
                 self._carry = self._one[self.plan.is_on](self._carry, self.losses.put(batch))
 
     def move_centers(self):
-        """Put the centres of the control variates where the chains are."""
+        """Move the centres of the control variates to the current points of the chains."""
         self._carry = self._move(self._carry, ())
 
     def gather(self, batch: object, place: int):
-        """Add a batch to what the centres know of all data."""
+        """Add a batch to the loss and the gradient of all data at the centres."""
         self._carry = self._gather(self._carry, self.losses.put(self._at(batch, place)))
 
     def _at(self, batch: object, place: int) -> object:
-        """Add the place of a batch if gradients are stored."""
+        """Add the index of a batch if gradients are stored."""
         if self.like.centered.stored is None:
             return batch
         return np.full((self.number,) * self.per_chain, place, np.int32), batch
 
     def noise_left(self, batches: Sequence[object]) -> np.ndarray:
-        """Measure which share of the noise the control variates leave, `[chain]`."""
+        """Measure the share of the noise that remains with the control variates, `[chain]`."""
         for batch in batches:
             self._carry = self._measure(self._carry, self.losses.put(batch))
         return self._everywhere(lambda x: x.noise[:, 1] / x.noise[:, 0])
@@ -166,7 +166,7 @@ class Chains:
         return found.value[0] if isinstance(found, Check) else 2.0
 
     def excess(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return what tells whether batches and centres have the same data, `[chain, ...]`."""
+        """Return numbers that show if batches and centres have the same data, `[chain, ...]`."""
         return self._everywhere(lambda x: (x.excess, x.center.loss))
 
     def _everywhere(self, read: Callable[[_centers.Centered], object]) -> Any:
@@ -219,7 +219,7 @@ def _compiled(function: Callable, mesh: Mesh | None) -> Callable:
 
 
 def _in_turn(one_call: Callable[[Chain, object], Chain]) -> Callable[[Chain, object], Chain]:
-    """Make a call with each of several batches."""
+    """Make a function that makes a call with each of several batches."""
 
     def many(chain: Chain, batches: object) -> Chain:
         return jax.lax.scan(lambda x, batch: (one_call(x, batch), None), chain, batches)[0]

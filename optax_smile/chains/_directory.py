@@ -1,4 +1,4 @@
-"""Where a run keeps its draws, and what it needs to resume: in memory or in a directory."""
+"""Storage of a run's draws and checkpoints, in memory or in a directory."""
 
 import contextlib
 import json
@@ -24,11 +24,11 @@ from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 from optax_smile.state import STATE_FORMAT
 
-KEPT = 2  # Checkpoints: if the newest is damaged, the one before it serves.
-FORMATS = [_format.FORMAT, STATE_FORMAT]  # Of the files, and of the states of samplers in them.
+KEPT = 2  # Checkpoints: if the newest is damaged, the previous one is used.
+FORMATS = [_format.FORMAT, STATE_FORMAT]  # Formats of the files, and of the sampler states in them.
 # Temporary files of killed runs.
 DRAFT = re.compile(r"\.(draw-|start\.|checkpoint-|manifest\.).*(safetensors|json)\.\d+")
-# Names a checkpoint that cannot be read.
+# Error for a checkpoint that cannot be read.
 _reading = partial(
     _disk.naming,
     what="checkpoint",
@@ -47,7 +47,7 @@ class MemoryRun:
         self.trace: list[Mapping[str, np.ndarray]] = []
 
     def begin(self, num_warmup: int, thin: int):
-        """Keep at which steps the draws are."""
+        """Record at which steps the draws are."""
         self.begun = {"num_warmup": num_warmup, "thin": thin}
 
     def put(self, number: int, step: int, stats: Mapping[str, np.ndarray], draw: object | None):
@@ -68,7 +68,7 @@ class MemoryRun:
 
 
 class Checkpoints:
-    """The newest states of a run in a directory; each process writes its shards to one file."""
+    """The newest checkpoints of a run; each process writes its shards to one file."""
 
     def __init__(self, directory: Path, minutes: float, of: str = "sample"):
         self.directory, self.minutes, self.of = directory.absolute(), minutes, of
@@ -102,7 +102,7 @@ class Checkpoints:
         self.saved_at = time.monotonic()
 
     def _remove_old(self, number: int):
-        """Keep the newest checkpoints, and of this one only files of as many parts."""
+        """Remove old checkpoints, and files of this one with another number of parts."""
         oldest = min(sorted(_format.find_checkpoints(self.directory))[-KEPT:], default=0)
         for file in self.directory.glob("checkpoint-*"):
             if match := _format.CHECKPOINT.fullmatch(file.name):
@@ -111,7 +111,7 @@ class Checkpoints:
                     file.unlink(missing_ok=True)
 
     def place(self) -> Json | None:
-        """Return the place of the newest checkpoint, which must be of this function and format."""
+        """Return the JSON of the newest checkpoint; it must be of this function and format."""
         if (newest := self.newest()) is None:
             return None
         file = _format.find_checkpoints(self.directory)[newest][0]
@@ -184,7 +184,7 @@ class DirectoryRun(Checkpoints):
         closing.callback(self.files.close)
         self.warned = set[str]()
         self.is_resumed = self._find()
-        # Several processes would have to read the chains of others.
+        # With several processes, some would have to read the chains of others.
         if self.is_resumed and of == "sample" and jax.process_count() == 1:
             names, leaves = (leaf.name for leaf in self.files.leaves), jax.tree.leaves(start)
             given = map(self.files.rounded, names, map(np.asarray, leaves))
@@ -192,7 +192,7 @@ class DirectoryRun(Checkpoints):
             if not all(map(same, given, jax.tree.leaves(self.result().start))):
                 ignored = "Your `params` differ from its start and are ignored."
                 warn(f"`sample`: the run in {directory} continues from its checkpoint. {ignored}")
-        # Nobody writes before all have looked.
+        # No process writes before all have checked the directory.
         _wait_for_all()
         _format.write_manifest(self.directory, self.manifest)
         if not self.is_resumed:
@@ -218,7 +218,7 @@ class DirectoryRun(Checkpoints):
             for of in (before, self.manifest)
         )
         check_settings(self.directory, theirs, mine)
-        # Also where its draws are.
+        # Also the steps of its draws.
         self.manifest["settings"] = before["settings"] | self.manifest["settings"]
         return True
 
@@ -228,17 +228,17 @@ class DirectoryRun(Checkpoints):
         return self.manifest["settings"] if "thin" in self.manifest["settings"] else None
 
     def begin(self, num_warmup: int, thin: int):
-        """Write at which steps the draws are."""
+        """Write to the manifest at which steps the draws are."""
         self.manifest["settings"] |= {"num_warmup": num_warmup, "thin": thin}
         _format.write_manifest(self.directory, self.manifest)
 
     def put(self, number: int, step: int, stats: Mapping[str, np.ndarray], draw: object | None):
-        """Pass a draw and its statistics to the thread that writes."""
+        """Pass a draw and its statistics to the writer thread."""
         if draw is not None:
             self.files.put(number, step, draw, stats)
 
     def restore(self, like: object) -> tuple[Any, Json] | None:
-        """Read the checkpoint of a run that is resumed, or return None."""
+        """Read the checkpoint of the run to resume; None for a new run."""
         return super().restore(like) if self.is_resumed else None
 
     def checkpoint(self, carry: object, place: Json):
@@ -270,13 +270,13 @@ def how_to_resume(directory: object) -> str:
 
 
 def stopped(signal: str, made: str, directory: object) -> str:
-    """Say that a signal stopped a call, after what, and how to resume it."""
+    """Say that a signal stopped a call, what had been made, and how to resume."""
     how = how_to_resume(directory)
     return f"`{_check.function_name()}` was stopped by {signal} after {made}. {how}"
 
 
 def named(tree: object) -> dict[str, jax.Array]:
-    """Name the leaves of a tree, keys as integers."""
+    """Name the leaves of a tree, with keys converted to integers."""
 
     def raw(leaf):
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -287,13 +287,13 @@ def named(tree: object) -> dict[str, jax.Array]:
 
 
 def lock(directory: Path) -> contextlib.ExitStack:
-    """Lock a directory until the result is closed, and remove what killed runs left in it."""
+    """Lock a directory until the result is closed, and remove temporary files of killed runs."""
     _disk.import_safetensors()
     with contextlib.ExitStack() as closing:
         path = directory / f".lock-{jax.process_index()}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            # Nothing is written to it: another program's file may have this name.
+            # Do not write to the file: it may belong to another program.
             file = closing.enter_context(_disk.open_file(path, os.O_RDWR | os.O_CREAT))
         except OSError as error:
             got = f"{directory} ({error.strerror or f'{path.name}: {error}'})"
@@ -307,7 +307,7 @@ def lock(directory: Path) -> contextlib.ExitStack:
             except OSError:
                 got = f"{directory}, which another run is using"
                 _check.fail("directory", "used by no other live run", got)
-            # Otherwise a process forked meanwhile, such as to read batches, would keep the lock.
+            # Unlock explicitly, since a forked process, such as a loader's, would keep the lock.
             closing.callback(fcntl.flock, file, fcntl.LOCK_UN)
         for draft in directory.glob(".*"):
             if jax.process_index() == 0 and DRAFT.fullmatch(draft.name):
@@ -316,7 +316,7 @@ def lock(directory: Path) -> contextlib.ExitStack:
 
 
 def describe_batches(batches: object) -> Json:
-    """Describe batches that can be read again: their number, and tree and shapes of the first."""
+    """Describe repeatable batches: their number, and the structure and shapes of the first."""
     if not isinstance(batches, (list, tuple)) or not batches:
         return {}
     first = _on_host.as_numeric("batches", batches[0])
@@ -325,11 +325,11 @@ def describe_batches(batches: object) -> Json:
 
 
 def check_settings(directory: Path, before: Json, now: Json):
-    """Require the settings of the run in a directory, by argument; functions by their names."""
+    """Require the same settings as the run in a directory; functions are compared by name."""
     theirs = _flat(before)
     for name, mine in _flat(json.loads(json.dumps(now))).items():
         argument, _, inside = name.partition(".")
-        # Batches may be a list in one call and an iterator in the next.
+        # Batches may be a list in one call and an iterator in another.
         if mine != theirs.get(name) and (argument != "batches" or name in theirs):
             rule = f"one with {inside} = " * bool(inside) + repr(theirs.get(name))
             rule = f"{rule}, as in the run in {directory}"
@@ -337,7 +337,7 @@ def check_settings(directory: Path, before: Json, now: Json):
 
 
 def _flat(tree: object, prefix: str = "") -> dict[str, object]:
-    """Name the entries of nested dicts."""
+    """Flatten nested dicts, with names for their entries."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     entries = [_flat(value, f"{prefix}.{name}".lstrip(".")) for name, value in tree.items()]

@@ -1,4 +1,4 @@
-"""What the host loops of `Run` and `warmstart` share: batches and signals."""
+"""Batches and signals, shared by the host loops of `Run` and `warmstart`."""
 
 import base64
 import contextlib
@@ -23,7 +23,7 @@ def any_process(*flags: bool) -> list[bool]:
     return np.any(multihost_utils.process_allgather(np.array(flags)), axis=0).tolist()
 
 
-# Signals that end a run in order.
+# Signals that end a run cleanly.
 SIGNALS = "SIGINT", "SIGTERM"
 
 
@@ -34,27 +34,27 @@ def agree(signal: str | None, is_due: bool) -> tuple[str | None, bool]:
 
 
 class Position(NamedTuple):
-    """A position in a `Stream`, in a form for JSON."""
+    """A position in a `Stream`, serializable as JSON."""
 
     passes: int  # Complete passes before.
     taken: int  # Batches taken from the current pass.
-    state: Any = None  # What `get_state` of the iterator returned, such as one of Grain.
+    state: Any = None  # Result of `get_state` of the iterator, such as one of Grain.
     is_bytes: bool = False  # Whether `state` is bytes in base 64.
 
 
 class Stream:
     """Batches, restarted when exhausted, with a position that a checkpoint can hold.
 
-    It ends if a pass yields nothing, or after the only pass of an iterator; `defect` says why its
-    reader stopped before. With `alternates`, each batch comes first in a pair as often as second:
-    every second pass over an even number of batches begins with the second, ends with the first.
+    It ends if a pass yields nothing, or after the only pass of an iterator; `defect` gives the
+    reason. With `alternates`, every second pass over an even number of batches begins with the
+    second and ends with the first: each batch is first in a pair as often as second.
     """
 
     def __init__(self, batches: Iterable[object], alternates: bool = False):
         self.batches, self.iterator, self.defect = batches, iter(batches), ""
         self.passes = self.taken = 0
         self.alternates, self.is_rotated = alternates, False
-        # Other than those of a list, batches may lie in memory that is used again.
+        # Unless they are in a list, the loader may reuse the memory of batches.
         self.copies = not isinstance(batches, (list, tuple))
 
     def __iter__(self) -> Iterator[object]:
@@ -80,7 +80,7 @@ class Stream:
         return batch
 
     def _restart(self, iterator: Iterator[object], passes: int, length: int):
-        """Begin a pass after one of some length; one that has a state is never rotated."""
+        """Begin a pass after one of the given length; iterators with a state are never rotated."""
         rotates = self.alternates and length % 2 == 0 and not self.is_rotated
         self.is_rotated = rotates and not hasattr(iterator, "set_state")
         self.iterator, self.passes, self.taken = iterator, passes, 0
@@ -90,7 +90,7 @@ class Stream:
 
     @property
     def place(self) -> int:
-        """Place of the last batch in a list, or in its pass."""
+        """Index of the last batch in a list, or in its pass."""
         length = len(self.batches) if isinstance(self.batches, Sequence) else self.taken
         return (self.taken - 1 + self.is_rotated) % max(length, 1)
 

@@ -13,10 +13,10 @@ from optax_smile.state import STATE_FORMAT, Stats, samplers
 
 
 class OptimizerState(NamedTuple):
-    """State of an optimizer with the members of a sampler's state, see `state.py`."""
+    """State of an optimizer, with the interface of a sampler's state, see `state.py`."""
 
     optimizer: optax.OptState  # Its own state.
-    accepted: jax.Array  # Whether the last step led to finite parameters, and was taken.
+    accepted: jax.Array  # Whether the last step was made, since its parameters were finite.
     num_nonfinite: jax.Array  # Calls with a non-finite gradient, loss or iterate, int32.
     num_gradients: jax.Array  # Calls so far, int32.
     state_format: jax.Array  # See `state.STATE_FORMAT`.
@@ -38,7 +38,7 @@ class OptimizerState(NamedTuple):
 def as_sampler(
     transformation: optax.GradientTransformation, params: optax.Params
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a sampler of an optimizer, which has none in its state, nor hides one in a wrapper.
+    """Convert an optimizer to a sampler; its state must not contain a sampler already.
 
     Steps to non-finite parameters are skipped.
     """
@@ -75,7 +75,7 @@ def as_sampler(
 
 
 def warn_of_nonfinite(number: np.ndarray):
-    """Warn of chains with non-finite numbers, in `number` `[chain]` steps."""
+    """Warn of chains that had non-finite numbers in `number` `[chain]` steps."""
     if chains := np.flatnonzero(number).tolist():
         name = _check.function_name()
         steps = f"{_table.counted(int(np.sum(number)), 'step')} of the chains {chains}"

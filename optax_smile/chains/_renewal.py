@@ -1,4 +1,4 @@
-"""Control variates of a run: when their centres move, and from which data."""
+"""Control variates of a run: when to move their centres, and with which data."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from optax_smile.chains._chains import Chains
 from optax_smile.mistakes.batches import PASS, require_all
 from optax_smile.mistakes.loss import LOSS_ROUNDING
 
-# Share of the noise of one gradient that a control variate may leave; below the second share,
+# Largest remaining share of the noise with which a control variate is used; below the second share,
 # centres are renewed half as often.
 MOST_NOISE, LITTLE_NOISE = 0.5, 0.25
-# Most passes between two centres, fewest steps, and passes after which the run says that it goes on
-# without. Where the posterior is curved, older centres add noise along its narrow directions.
+# Most passes and fewest steps between two centres (old centres add noise along narrow directions of
+# a curved posterior); passes after which the run warns that the control variate does not pay.
 LONGEST, SHORTEST, PATIENCE = 4, 32, 15
-# Most batches with which the noise is measured: gradients of classifiers have heavy tails.
+# Most batches that measure the noise: gradients of classifiers have heavy tails.
 MEASURED = 4
-# Standard errors by which the losses of batches at a centre may differ from that of all data, and
-# the fewest batches with which that is tested.
+# Largest difference between the losses of batches and of all data at a centre, in standard errors,
+# and minimum number of batches for this test.
 MOST_EXCESS, LEAST_BATCHES = 8.0, 16
 # Relative rounding errors of sums over the data in float64.
 ROUNDING = 1e-9
-# Largest difference of the mean loss of two halves of a batch from that of the whole, relative to
-# half of it.
+# Largest difference between the mean loss of two halves of a batch and that of the whole, relative
+# to half of the latter.
 MOST_APART = 1e-3
 ALL_DATA = "an iterable of batches, no iterator, with each of the `num_data` examples once"
 GIVEN = _check.Where(
@@ -48,9 +48,9 @@ GIVEN = _check.Where(
 class Centers:
     """Renews the centres of all chains, from passes over `all_data` with `number` examples each.
 
-    A centre is used if it leaves a chain that has moved on for a pass less than `LITTLE_NOISE`, and
-    renewed before it leaves `MOST_NOISE`. If it leaves more within a pass, the run goes on without,
-    and tries again after twice as many steps.
+    Centres are renewed so often that the noise stays below `MOST_NOISE`, and less often if it is
+    below `LITTLE_NOISE`. If that takes more than one renewal per pass, the run goes on without a
+    control variate, and tries again after twice as many steps.
     """
 
     all_data: Iterable[object]
@@ -68,7 +68,7 @@ class Centers:
             pass
 
     def look(self, chains: Chains, step: int, batches: Sequence[object], batches_per_step: int):
-        """Renew the centres before a step if it is time; the `batches` are the next ones."""
+        """Renew the centres before a step if they are due; `batches` are the next ones."""
         plan = chains.plan
         if step < plan.due:
             return
@@ -113,7 +113,7 @@ class Centers:
         return self.paused(plan, step, share if step >= PATIENCE * plan.length else "")
 
     def paused(self, plan: Plan, step: int, reason: str) -> Plan:
-        """Go on without until twice as many steps; tell the first reason."""
+        """Stop using the control variate until twice as many steps; warn with the first reason."""
         if reason and not self.has_warned:
             self.has_warned = True
             goes_on = "The run goes on without, and tries again from time to time."
@@ -123,7 +123,7 @@ class Centers:
         return plan._replace(**pause)
 
     def sized(self) -> Iterator[tuple[int, object]]:
-        """Yield all data with their places, and require that they are."""
+        """Yield all data with the indices of the batches, and require that they are complete."""
         rows = 0
         for place, batch in enumerate(self.all_data):
             batch = _on_host.as_numeric("control_variate", batch, copy=not self.is_list)
@@ -151,7 +151,7 @@ class Centers:
                 _check.fail("control_variate", ALL_DATA, got, PASS)
 
     def check_batches(self, sums: np.ndarray, losses: np.ndarray):
-        """Require that the batches are of the data of the centres, from `Chains.excess`."""
+        """Require that batches and centres have the same data, from `Chains.excess`."""
         number, total, squares = np.asarray(sums, float).T
         if number.min() < LEAST_BATCHES:
             return

@@ -20,7 +20,7 @@ from optax_smile.diagnostics.findings import Check
 from optax_smile.mistakes.batches import USABLE, advice_on_axes, advice_on_single
 from optax_smile.state import AFTER, samplers
 
-# Most batches that are read, fewest updates, and fewest gradients that the sampler receives.
+# Maximum of batches, minimum of updates, and minimum of gradients that the sampler receives.
 MOST_BATCHES, LEAST_CALLS, LEAST_RECEIVED = 256, 8, 3
 ALTERNATE = "Shuffle each pass, or drop a batch. `sample` alternates the weights by itself."
 CHAINED = (
@@ -55,7 +55,7 @@ class CheckReport:
 
 
 class _Batches(_check.Constraint):
-    """One batch or several, converted to a list, and whether there are no others."""
+    """One batch or several, converted to a list and a flag: whether these are all batches."""
 
     text = "a batch of arrays, or an iterable of at least one batch"
 
@@ -161,7 +161,7 @@ def _of_chains(
     state: Any,
     others: Options,
 ) -> Iterator[Check]:
-    """Make the tests that need losses and updates; `state` is that of the loop."""
+    """Run the tests that need losses and updates; `state` is that of the loop."""
     sampler, key = optax.with_extra_args_support(sampler), jax.random.key(0)
     hint = advice_on_axes(params, batches) if state else CHAINED
     try:
@@ -189,7 +189,7 @@ def _of_chains(
             yield mean
         yield from mistakes.before(losses, chains.tree, batches[0])
         if isinstance(mean, Check) and number == 1:
-            # Among gradients of equal length, a factor and a clip look the same.
+            # If all gradients have the same length, a factor and a clip look the same.
             rows = (_on_host.num_rows(batches[0], False) or 0) // 2
             batches = [batches[0], jax.tree.map(lambda x: x[:rows], batches[0])]
     if chains.number > 1:

@@ -140,9 +140,9 @@ def recorded(
 
 
 def _for_all_chains(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Make a function of one chain from one of arrays `[chain, ...]`, called once under `vmap`.
+    """Convert a function of arrays `[chain, ...]` to one of a single chain for use under `vmap`.
 
-    `vmap` of a callback would call it once per chain, and at every step also inside a `cond`.
+    `vmap` of a callback calls it once per chain, and at every step even inside a `cond`.
     """
 
     @custom_vmap
@@ -163,10 +163,10 @@ def _for_all_chains(function: Callable[..., jax.Array]) -> Callable[..., jax.Arr
 class _Recorder:
     """Sends draws to the host and keeps them.
 
-    Callbacks run in threads of JAX, where a call of JAX may wait forever. They use NumPy only.
+    Callbacks run in threads of JAX, where calling JAX may deadlock. They use NumPy only.
     """
 
-    # Of all recorders, as a lock cannot be copied or pickled.
+    # Shared by all recorders, since a lock cannot be copied or pickled.
     threads = threading.Lock()
 
     def __init__(self, num_warmup: int, thin: int, directory: Path | None):
@@ -175,12 +175,12 @@ class _Recorder:
         self.settings: Options = {}
         self.failure: BaseException | None = None
         self.is_blind = False
-        self.leaves, self.sampled = list[str](), list[str]()  # Of the gradients; those that move.
-        self.driven, self.num_seen = set[str](), 0  # Those with a gradient, in so many draws.
+        self.leaves, self.sampled = list[str](), list[str]()  # Names: all leaves; sampled leaves.
+        self.driven, self.num_seen = set[str](), 0  # Leaves with a gradient; number of draws seen.
         self.locked: contextlib.ExitStack | None = None
         self.starts: dict[int, Any] = {}  # Parameters in each call of `init`.
-        self.number = 0  # Of the call that the draws are of.
-        self.draws: dict[int, Any] = {}  # Draws by their step, or in a directory their files.
+        self.number = 0  # Number of the `init` call that the draws belong to.
+        self.draws: dict[int, Any] = {}  # Draws by step, or in a directory their files.
         self.kept: _directory.DirectoryRun | None = None
         self.begin, self.send = _for_all_chains(self._begin), _for_all_chains(self._send)
 
@@ -198,14 +198,14 @@ class _Recorder:
     def _send(self, after: RecordedState, params: optax.Params, driven: object) -> jax.Array:
         """Send the draws of all chains to the host if this call ends a tick.
 
-        It returns the number of the fit: before JAX 0.8 a call without a result is left out.
+        It returns the number of the fit: before JAX 0.8, calls without a result were dropped.
         """
         per_step = state.find(after.sampler).gradients_per_step
         stats = jax.vmap(state.stats)(after.sampler)
         step, part = jnp.divmod(stats.num_gradients, per_step)
         count, rest = jnp.divmod(step - self.num_warmup, self.thin)
         is_tick = (part == 0) & (rest == 0) & (count > 0) & stats.is_draw
-        # The counter stays at its largest number.
+        # The counter saturates at its largest number.
         is_tick &= stats.num_gradients < _check.LARGEST_WHOLE
 
         def send():
@@ -216,7 +216,7 @@ class _Recorder:
         jax.lax.cond(jnp.any(is_tick), send, lambda: None)
         return after.fit
 
-    # Another thread knows of no call.
+    # Callbacks run in another thread, where the context of the call is not set.
     @_check.called("recorded")
     def _receive(self, *sent: object):
         with self.threads:
@@ -229,13 +229,13 @@ class _Recorder:
                 raise
 
     def _keep(self, is_tick: np.ndarray, fits: np.ndarray, stats: Any, params: Any, driven: Any):
-        """Keep a draw of all chains; on disk it is before the loop can write a checkpoint."""
+        """Keep a draw of all chains; write it to disk before the loop can write a checkpoint."""
         step, num_chains, own = int(stats["step"][0]), len(fits), int(fits[0])
         if np.any(fits != own) or np.any(stats["step"] != step) or own < self.number:
             rule = "that of one call of `init`, the newest, with all chains at the same step"
             got = f"that of the calls {fits.tolist()}, at the steps {stats['step'].tolist()}"
             _check.fail("state", rule, got)
-        if not is_tick.all():  # The last accepted point of a chain is no draw.
+        if not is_tick.all():  # For some chain, this point is not a draw.
             return
         if own > self.number:
             self.number, self.draws, self.kept = own, {}, None
@@ -261,7 +261,7 @@ class _Recorder:
             _check.fail(argument, rule, got, REPEAT)
 
     def _open(self, directory: Path, params: optax.Params) -> _directory.DirectoryRun:
-        """Begin the directory, or require that it is of this sampler and model."""
+        """Create the directory, or require that it belongs to this sampler and model."""
         closing = self.lock(directory)
         if self.kept is None:
             settings = {"num_warmup": self.num_warmup, "thin": self.thin, "sampler": self.settings}
@@ -284,7 +284,7 @@ class _Recorder:
     def _unlock(self):
         if self.locked is not None:
             self.locked.close()
-        # What others may write there is to be read.
+        # Another process may write to the directory now, so `kept` must be read again.
         self.locked = self.kept = None
 
     def result(self) -> Snapshots | StoredSnapshots:

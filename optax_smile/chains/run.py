@@ -29,7 +29,7 @@ BatchPer = Literal["gradient", "step"]
 RESTART = "A generator cannot be restarted: pass a list."
 AGREE_EVERY = 100  # Steps after which several processes agree on signals and checkpoints.
 LEFT = "A process left the loop over `Run.draws`. All must leave it at the same draw."
-# What follows the message of an interrupt after which the draws so far are returned.
+# Appended to the message of an interrupt after which the draws so far are returned.
 EXIT = "A script that is to be restarted must not exit with status 0: see `interrupted`."
 
 
@@ -38,13 +38,13 @@ class Interrupted(KeyboardInterrupt):
 
 
 def _method(function: _check.Function_) -> _check.Function_:
-    """Let no debugging flag of JAX act in a method, and name `Run` in its errors."""
+    """Disable JAX's debugging flags in a method, and name `Run` in its errors."""
     named = _check.called("Run", "parallel.place", "parallel.init", tree="params")
     return _check.on_host(named(function))
 
 
 class Run:
-    """Many chains that advance on request, and what is kept of them.
+    """Many chains that advance on request, and their draws.
 
     `sample` is a run from start to end. Use `Run` to look at draws while they are made, to decide
     when to stop, or to let several runs take turns:
@@ -55,12 +55,12 @@ class Run:
                 ...
         draws = run.snapshots()
 
-    With a `directory`, the same program resumes where an earlier one was stopped, to the bit. The
-    directory is locked until `close`, the end of the `with` block, or of the process. `break` and
-    an exception in the body lose no draw. Checkpoints are written every `checkpoint_minutes`, by
-    `snapshots` and by `close`. Between two draws, Ctrl-C or SIGTERM lets the chains finish the
-    step, and a checkpoint is written before `KeyboardInterrupt` is raised. Several processes must
-    make the same calls, and leave a loop at the same draw.
+    With a `directory`, the same program resumes where an earlier one was stopped, bit-identically.
+    The directory is locked until `close`, the end of the `with` block, or of the process. A `break`
+    or an exception in the body loses no draw. Checkpoints are written every `checkpoint_minutes`,
+    by `snapshots` and by `close`. After Ctrl-C or SIGTERM between two draws, the chains finish the
+    step and write a checkpoint; then `KeyboardInterrupt` is raised. Several processes must make the
+    same calls, and leave a loop at the same draw.
 
     The arguments are those of `sample` without `num_warmup`, `num_draws`, `thin` and `progress`.
 
@@ -78,16 +78,16 @@ class Run:
         (30, 5, (3, 5, 2))
     """
 
-    # Before the first step. The record of the gradients is that of the last tick.
+    # Values before the first step. The record of the gradients is that of the last tick.
     _num_gradients = _num_kept = 0
     _gradients: mistakes.gradients.Gradients | None = None
     _stats: Mapping[str, np.ndarray] | None = None
-    # Number of draws of the newest loop over `draws`, and its last step.
+    # Number of draws that the newest loop over `draws` asked for, and its last step.
     _asked = 0, 0
     _draw: Any = None  # The draw at which the loop pauses.
     _signal: Callable[[], str | None] | None = None
     _interrupted: str | None = None  # The signal that ended the last call.
-    _refusal = ""  # Why the run cannot go on.
+    _refusal = ""  # Reason why the run cannot go on.
 
     @_check.arguments(
         "Run",
@@ -159,13 +159,13 @@ class Run:
         same |= {"stochastic": stochastic, "per_chain": per_chain}
         same["key"] = np.asarray(jax.random.key_data(cast(jax.Array, key))).tolist()
         self._begin(same, dtype, checkpoint_minutes)
-        # `select` passes what it has made of an optimizer.
+        # `select` passes an optimizer that it has already converted.
         if made.init != sampler.init:
             what = "Its iterates are checkpoints, not posterior draws."
             warn(f"`{_check.function_name()}`: `sampler` is an optimizer. {what}")
 
     def _begin(self, same: Options, dtype: _format.StoredDtype | None, minutes: float):
-        """Keep draws in memory or in the directory, and resume the run with the `same` in it."""
+        """Store draws in memory or in the directory, and resume a run with the `same` settings."""
         start, settings = self._chains.draw(), self._chains.settings
         self._kept: _directory.MemoryRun | _directory.DirectoryRun
         closing = contextlib.ExitStack()
@@ -234,15 +234,15 @@ class Run:
     @_method
     @_check.arguments("Run.advance", num_steps=_check.Whole(0))
     def advance(self, num_steps: int, *, trace: bool = True):
-        """Run the chains to a number of steps, unless they have made as many; no draws are kept.
+        """Run the chains up to a total number of steps, without keeping draws.
 
         Args:
             num_steps: steps of each chain since the start, >= 0. Once the draws have begun, the
-                next draw must lie behind them.
+                next draw must come after them.
             trace: whether the trace gets the statistics at the end of the call.
 
         Raises:
-            ValueError: the call would pass the place of a draw; the run is closed; the batches run
+            ValueError: the call would pass the step of a draw; the run is closed; the batches run
                 out; see also `sample`.
             KeyboardInterrupt: after Ctrl-C or SIGTERM and a checkpoint.
         """
@@ -258,22 +258,22 @@ class Run:
     @_method
     @_check.arguments("Run.draws", num_draws=_check.Whole(1), thin=_check.Whole(1))
     def draws(self, num_draws: int, *, thin: int = 1) -> Iterator[Any]:
-        """Iterate over the draws that are to be made, and keep each of them.
+        """Make draws, keep each of them, and iterate over them.
 
-        The first call fixes where they lie: `thin` steps apart, after the steps made before. The
-        loop ends early, with a warning, if the batches run out.
+        The first call fixes their steps: `thin` steps apart, after the steps made before. The loop
+        ends early, with a warning, if the batches run out.
 
         Args:
-            num_draws: draws of each chain in all, >= 1, with those that the run has already, which
-                are not returned again. At steps where `is_draw` is False there is none.
+            num_draws: total number of draws per chain, >= 1. It includes draws that the run already
+                has, which are not returned again. Steps where `is_draw` is False have no draw.
             thin: steps between draws, >= 1.
 
         Yields:
             The draw of all chains, a copy as from `last_accepted`.
 
         Raises:
-            ValueError: another `thin` than that of the draws that the run has; the run is closed;
-                the batches ran out before the first draw; see also `sample`.
+            ValueError: `thin` differs from that of earlier draws; the run is closed; the batches
+                ran out before the first draw; see also `sample`.
             KeyboardInterrupt: after Ctrl-C or SIGTERM and a checkpoint.
         """
         return (_on_host.local(self._draw) for _ in self.making(num_draws, thin))
@@ -306,7 +306,7 @@ class Run:
         return num_warmup + (passed // thin + 1) * thin
 
     def _hand_over(self, num_draws: int) -> Iterator[None]:
-        """Pause at a draw; with several processes, require that all come back or none."""
+        """Pause at a draw; with several processes, require that all of them return or none."""
         is_left = True
         try:
             yield
@@ -367,7 +367,7 @@ class Run:
         if kind is None:
             self.close()
         else:
-            # What failed may have left the chains within a step.
+            # A failed call may have left the chains within a step.
             self._refusal = "This run is closed."
             self._close()
 
@@ -392,7 +392,7 @@ class Run:
 
     @contextlib.contextmanager
     def heeding(self) -> Iterator[None]:
-        """Let signals end the run between two steps, also outside of its methods."""
+        """Make signals end the run between two steps, also outside of its methods."""
         if self._signal is not None:
             yield
             return
@@ -404,7 +404,7 @@ class Run:
 
     @_method
     def _go_to(self, end: int, trace: bool = True) -> bool:
-        """Run to a step, and keep its statistics; return False if the batches run out before."""
+        """Run to a step, and record its statistics; return False if the batches run out first."""
         self._interrupted = None
         is_place = self._kept.begun is not None and end == self._next_draw()
         with self.heeding():
@@ -427,7 +427,7 @@ class Run:
         return is_there
 
     def _dispatches(self, end: int) -> Iterator[tuple[list[object], list[int], _host.Position]]:
-        """Yield batches of some steps, one for each gradient, their places, and the position."""
+        """Yield batches of some steps, one for each gradient, their indices, and the position."""
         repeats, position = self._per_step // self._batches_per_step, self._position
         while self.num_steps < end:
             taken, places = list[object](), list[int]()
@@ -457,7 +457,7 @@ class Run:
             warn_of(mistakes.before(losses, chains, batch))
 
     def _tick(self, step: int, is_place: bool, trace: bool):
-        """Check what the chains did, and keep their statistics and, at its place, a draw."""
+        """Check the chains, and record their statistics and, at the step of a draw, the draw."""
         self._stats, self._gradients = self._chains.record()
         aux = self._chains.like.aux
         mistakes.gradients.require_received(self._gradients, aux)
@@ -522,7 +522,7 @@ class Run:
 
 
 def _usable(stream: _host.Stream, chains: Chains, warns: bool) -> Iterator[object]:
-    """Yield batches up to one with a `stream.defect`, and warn once of one of another size."""
+    """Yield batches until one has a `stream.defect`, and warn once if one has another size."""
     structure, first, known = None, None, set()
     for batch in stream:
         structure = structure or jax.tree.structure(batch)

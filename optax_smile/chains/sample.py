@@ -60,7 +60,7 @@ def sample(
             `optax.MultiSteps` takes several batches. For comparison, it may be any Optax optimizer,
             which gets `value`, `grad` and `value_fn` if it takes them. A step is then one gradient,
             and is skipped if it leads to non-finite parameters. `sample` warns that its iterates
-            are no posterior draws: their settings have `"is_posterior": False`.
+            are not posterior draws: their settings have `"is_posterior": False`.
         num_warmup: steps of each chain without draws, >= 0.
         num_draws: draws to store per chain, >= 1. Steps with `stats(state).is_draw` False are not
             stored: the exploration of `cyclical_sgld`, and the burn-in of `scale_adapted_sghmc`.
@@ -97,10 +97,10 @@ def sample(
             ignored, with a warning. The code of functions is not compared. A larger `num_draws`
             extends a finished run; without it, the stored draws are returned, with a warning. None:
             keep the draws in host memory.
-        check: warn of what `optax_smile.check` calls mistakes, as far as the loss, the batches and
-            the first steps show them; at the end, warn if gradients were not finite, or if a clip
-            before the sampler shortened them. This costs a few forward passes, and 32 more if the
-            number of parameters exceeds 2 * num_data / temperature.
+        check: warn of the mistakes that `optax_smile.check` can find from the loss, the batches and
+            the first steps; at the end, warn if gradients were not finite, or if a clip before the
+            sampler shortened them. This costs a few forward passes, and 32 more if the number of
+            parameters exceeds 2 * num_data / temperature.
         checkpoint_minutes: minutes between checkpoints, >= 0. A checkpoint is always written at the
             start and at the end.
         dtype: precision of the draws on disk: `"float16"`, `"float32"` or `"float64"`; None: that
@@ -129,7 +129,7 @@ def sample(
         KeyboardInterrupt: the run was interrupted before the first draw, or by a second Ctrl-C.
 
     The flags `jax_debug_nans`, `jax_debug_infs`, `jax_disable_jit` and strict promotion of dtypes
-    do not act inside.
+    have no effect inside.
 
     Cost: one gradient per chain and step, two with `"minimal_norm"`. A control variate takes as
     many again, unless those at the centre are stored, and a pass over all data for each centre. The
@@ -181,7 +181,7 @@ def sample(
 
 
 def _check_warmup(run: Run, num_warmup: int):
-    """Require the warm-up of the run that is continued."""
+    """Require the same `num_warmup` as in the run that is continued."""
     made, before = run.num_steps, run.num_warmup
     if before not in (None, num_warmup) or (before is None and made > num_warmup):
         rule = f"at least {made}, the steps made" if before is None else f"{before}"
@@ -193,7 +193,7 @@ def _show(bar: Bar, run: Run):
     """Update the progress bar."""
     stats = run.stats
     figures = {"loss": f"{np.median(stats['loss']):.3g}"}
-    # That of an optimizer is NaN.
+    # The step size of an optimizer is NaN.
     if not np.all(np.isnan(stats["step_size"])):
         figures["step_size"] = f"{np.median(stats['step_size']):.2e}"
         figures["rejected"] = str(np.sum(stats["num_rejected"]).astype(int))

@@ -36,7 +36,7 @@ NUM_SCORED = 16
 # Part of the gain from twice as many draws that each further doubling is assumed to add, and the
 # largest such gain of an input, in nats: see `benchmarks/notes/temperature.md`.
 GAIN_KEPT, LARGEST_GAIN = 0.5, float(np.log(2))
-CLEARLY = 2  # Standard errors by which another must lead the chosen one to run again.
+CLEARLY = 2  # Standard errors by which a candidate must lead the chosen one to run again.
 # Files with the scores of all rounds, and with the predictions of a candidate in its round.
 ROUNDS, PART = "rounds.json", "round.safetensors"
 PARTS = "Run Run.advance Run.draws sample Predictor Predictor.update".split()
@@ -95,7 +95,7 @@ class Selection(NamedTuple):
         rows.append((str(self.total_steps), self.best, self.final_lppd, *[np.nan] * 3))
         forms = {"steps": "", "candidate": "", "LPPD": ".5g", "projected": ".5g"}
         forms |= {"below best": ".2g", "error": ".2g"}
-        # Only NaN differs from itself.
+        # `x != x` only for NaN.
         table = {
             head: ["-" if x != x else format(x, forms[head]) for x in cells]
             for head, cells in zip(forms, zip(*rows, strict=True), strict=True)
@@ -180,7 +180,7 @@ def select(
 
     The chosen one finishes its run, in further rounds. If its projected LPPD falls more than two
     standard errors below the LPPD of another candidate, this one catches up, and `select` chooses
-    again. Start from trained networks: who improves late may be dropped.
+    again. Start from trained networks: a candidate that improves late may be dropped.
 
     Arguments not listed are those of `sample`.
 
@@ -192,7 +192,7 @@ def select(
         control_variate: as for `sample`; optimizers run without.
         batch_size: validation inputs to run at once, >= 1; None: all.
         validation: pair of inputs and targets on which no candidate is trained. They select the
-            candidate, so they are no test data.
+            candidate, so do not use them as test data.
         largest_cost: steps of all other candidates until one is chosen, relative to those of a
             whole run, in (0, 100]. Only a replaced choice costs more.
         directory: directory with a folder per candidate and a file for the rounds. After a kill the
@@ -277,7 +277,7 @@ def _run_rounds(rounds: _Rounds, runs: _Runs):
 
 
 class _Plan(NamedTuple):
-    """Where the draws of each candidate lie, see `sample`."""
+    """Steps of the draws of each candidate, see `sample`."""
 
     num_warmup: int
     num_draws: int
@@ -296,7 +296,7 @@ class _Plan(NamedTuple):
         """
         left = [number]
         while left[-1] > 1:
-            # One of at most three is chosen at once: who leads in the end may lead late.
+            # Choose one of the last three at once: the best may take the lead only late.
             left.append(max(left[-1] // 2, 3) if left[-1] > 3 else 1)
         dropped = (-np.diff(left)).tolist()
         first = (self.num_warmup - 1) % self.thin + 1
@@ -315,14 +315,14 @@ class _Plan(NamedTuple):
     def steps(
         self, run: Run, end: int, is_due: Callable[[int], bool] = lambda _: False
     ) -> Iterator[int]:
-        """Run to a step as `sample` does; yield now, at ticks, and at dispatches that are due."""
+        """Run to a step as `sample` does; yield at the start, at ticks, and at due dispatches."""
         yield (step := run.num_steps)
         while run.num_steps == step < end:
             tick = step + (self.num_warmup - step - 1) % self.thin + 1
             dispatches = range(step + self.steps_per_dispatch, tick, self.steps_per_dispatch)
             step = next(filter(is_due, dispatches), tick)
             number = max(0, -(-(step - self.num_warmup) // self.thin))
-            # The first call fixes where the draws lie.
+            # The first call fixes the steps of the draws.
             draws = run.making(number, self.thin) if number else ()
             if number and step == tick:
                 for _ in draws:
@@ -333,7 +333,7 @@ class _Plan(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Log density of each input, see `_by_input`, now and with the draws to come."""
+    """Log density of each input, see `_by_input`, for the draws so far and projected to the end."""
 
     density: list[float]
     projected: list[float]
@@ -345,17 +345,17 @@ Scores = dict[str, Score]
 
 @dataclasses.dataclass
 class _Rounds:
-    """Who runs in which round, and the scores, which a file keeps."""
+    """The candidates in each round, and their scores, stored in a file."""
 
-    schedule: list[tuple[int, int]]  # Last step of each round, and how many it drops.
-    settings: Mapping[str, Options]  # Of each candidate.
+    schedule: list[tuple[int, int]]  # Last step of each round, and how many candidates it drops.
+    settings: Mapping[str, Options]  # Settings of each candidate.
     per_step: Mapping[str, int]  # Gradients of each candidate.
     start_lppd: float
     folder: Path | None
 
     def __post_init__(self):
-        self.running = [*self.settings]  # Who is left.
-        self.latest = Scores()  # The latest score of each candidate in the rounds before.
+        self.running = [*self.settings]  # Candidates that are left.
+        self.latest = Scores()  # Latest score of each candidate in earlier rounds.
         self.found: list[Scores] = [{} for _ in self.schedule]  # All scores, by round and name.
         # The LPPD identifies inputs, targets, likelihood, model and start.
         self.identity: Options = {"candidates": self.settings}
@@ -384,7 +384,7 @@ class _Rounds:
             yield end
 
     def contenders(self) -> Iterator[str]:
-        """Yield who is left and has no score, then those whose latest is clearly above all."""
+        """Yield candidates without a score, then dropped ones whose last score clearly leads."""
         yield from [name for name in self.running if name not in self.scores]
 
         def leads(name: str) -> bool:
@@ -395,13 +395,13 @@ class _Rounds:
             yield max(ahead, key=lambda name: _mean(self.latest[name].density))
 
     def put(self, name: str, score: Score):
-        """Keep the score of a candidate in this round."""
+        """Store the score of a candidate in this round."""
         self.scores[name] = score
         if self.folder is not None:
             _disk.write_json(self.folder / ROUNDS, {**self.identity, "found": self.found})
 
     def drop(self):
-        """Keep the best; a single one may be equal to the best, and preferred to it."""
+        """Keep the best candidates; the last one is the preferred among those equal to the best."""
         scores, best = self.scores, _best(self.scores)
         if self.num_dropped and not np.isfinite([_mean(x.density) for x in scores.values()]).any():
             rule = "candidates of which one keeps all chains and predictions finite"
@@ -428,9 +428,9 @@ class _Rounds:
         return Counter({name: end for (end, _), scores in rows for name in scores})
 
     def table(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the last steps of the rounds with scores `[round]`, and these scores.
+        """Return the last steps of the rounds that have scores, `[round]`, and these scores.
 
-        They are LPPD, the projected one and its standard error, `[3, round, candidate]`.
+        The scores are the LPPD, the projected LPPD and its standard error, `[3, round, candidate]`.
         """
         rows = [row for row in zip(self.schedule, self.found, strict=True) if row[1]]
         table, names = np.full((3, len(rows), len(self.settings)), np.nan), [*self.settings]
@@ -443,7 +443,7 @@ class _Rounds:
 
 @dataclasses.dataclass
 class _Runs(contextlib.AbstractContextManager):
-    """Runs of candidates, each begun where it is first needed."""
+    """Runs of candidates, each started when it is first needed."""
 
     begin: Callable[[str], Run]
     plan: _Plan
@@ -456,7 +456,7 @@ class _Runs(contextlib.AbstractContextManager):
 
     def __getitem__(self, name: str) -> Run:
         if name not in self.live:
-            # In memory, a candidate that was dropped begins anew.
+            # In memory, a candidate that was dropped starts again from the beginning.
             self.repeated[name] = self.done[name] if self.folder is None else 0
             self.live[name] = self.begin(name)
         return self.live[name]
@@ -481,7 +481,7 @@ class _Runs(contextlib.AbstractContextManager):
         for step in plan.steps(run, end, tally.is_due):
             self._show(name)
             is_draw = run.stats["is_draw"]
-            # Points of exploration do not score, unless there is no draw.
+            # Points of the exploration do not count, unless there is no draw.
             if tally.is_due(step) and (is_draw.all() or (step == end and not tally.scored)):
                 tally.add(step, run.last_accepted(), self.predictor)
         run.checkpoint()
@@ -505,12 +505,12 @@ class _Runs(contextlib.AbstractContextManager):
 class _Tally:
     """Densities of the draws in the last half of a round, which score it.
 
-    `file` keeps them: a run that continues from a checkpoint repeats some steps.
+    They are stored in `file`, since a run that resumes from a checkpoint repeats some steps.
     """
 
     def __init__(self, end: int, file: Path | None):
         self.end, self.file = end, file
-        # Step of the last draw; number of draws and log of their summed densities, for each half.
+        # Step of the last draw; for each half, number of draws and log of their summed densities.
         self.scored, self.counts = 0, [0, 0]
         self.sums = [np.array(-np.inf), np.array(-np.inf)]
         if file is not None and file.exists():
@@ -521,7 +521,7 @@ class _Tally:
                     self.sums = [arrays["early"], arrays["late"]]
 
     def is_due(self, step: int) -> bool:
-        """Whether the next draw scores the round: they are evenly spaced."""
+        """Whether the next draw counts for the score; such draws are evenly spaced."""
         first = BURN_IN * self.end
         before, now = (
             max(0, int(NUM_SCORED * (x - first) / (self.end - first))) for x in (self.scored, step)
@@ -551,10 +551,10 @@ class _Tally:
             _disk.write(self.file, _disk.pack(header, {"early": early, "late": late}))
 
     def score(self, doublings: float) -> Score:
-        """Score the average of the halves; its gain over each is that of twice as many draws."""
+        """Score the average of both halves; its gain over a half is that of doubling the draws."""
         if any(np.isnan(x).all() for x in self.sums):
             return BROKEN
-        # NumPy warns of the NaN of padding.
+        # Padding is NaN, of which NumPy would warn.
         with np.errstate(invalid="ignore"):
             density = _by_input(np.logaddexp(*self.sums) - np.log(sum(self.counts)))
         gain = np.zeros_like(density)

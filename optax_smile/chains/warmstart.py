@@ -28,8 +28,8 @@ from optax_smile.mistakes.loss import FullLoss, Losses, loss_of, warn_of_sum
 from optax_smile.mistakes.start import AUX, SEED
 
 # Jitter relative to the size of the weights, see `chains_from_weights`. It changes the LPPD of
-# trained networks by about .01 nats, at most .05 (energy, concrete, diabetes); 0.1 changes it by up
-# to 2.
+# trained networks by about .01 nats, at most .05 (energy, concrete, diabetes); a jitter of 0.1
+# changes it by up to 2.
 JITTER = 0.01
 KEPT = "It keeps its last finite numbers. Are there batches of one example?"
 INIT_RULE = "a function of (key) that returns floating-point parameters"
@@ -44,8 +44,8 @@ class Members(NamedTuple):
     key: jax.Array | None  # Key of a stochastic loss.
     loss: jax.Array  # Loss of the last batch.
     best: Any  # Parameters and auxiliary state with the smallest validation loss so far.
-    best_loss: jax.Array  # This loss.
-    stale: jax.Array  # Epochs since then, int32.
+    best_loss: jax.Array  # The loss of `best`.
+    stale: jax.Array  # Epochs since `best`, int32.
     num_lost: jax.Array | None  # Steps that made an array of `aux` non-finite, `[member, array]`.
 
 
@@ -112,7 +112,7 @@ def warmstart(
         directory: directory for checkpoints, which are written at the end of epochs. A call with
             the same directory resumes the training, or returns at once if it is finished. Only
             `num_epochs` may change; what the loss and the optimizer compute is not compared. If
-            `batches` is no list or tuple, a resumed call first iterates over it once for each
+            `batches` is not a list or tuple, a resumed call first iterates over it once for each
             finished epoch, which restores the order of batches that are shuffled with a fixed seed.
         check: test the loss on the first batch, unless it is `stochastic`, and warn if it looks
             like a sum over the examples. Warn of members with equal initial parameters.
@@ -121,9 +121,9 @@ def warmstart(
 
     Returns:
         Parameters of all members, each leaf `[member, ...]`: for each member the weights with the
-        smallest validation loss, or without `validation` the last ones. With `aux`:
-        `{"params": ..., "aux": ...}`. After Ctrl-C, and without a directory after SIGTERM,
-        `warmstart` completes the current epoch, warns, and returns the members so far.
+        smallest validation loss, or the last weights without `validation`. With `aux`: `{"params":
+        ..., "aux": ...}`. After Ctrl-C, and without a directory after SIGTERM, `warmstart`
+        completes the current epoch, warns, and returns the members so far.
 
     Raises:
         ValueError: an argument is out of range, the loss is not a scalar, there are no batches, the
@@ -187,7 +187,7 @@ def warmstart(
 
 
 def _check_start(members: Members, optimizer: optax.GradientTransformationExtraArgs, check: bool):
-    """Warn of a sampler in place of the optimizer, and of members with the same parameters."""
+    """Warn if the optimizer is a sampler, and if members have the same parameters."""
     shapes = _on_host.shapes_of_one(members.params)
     if _settings.of(optimizer, shapes) is not None:
         warn("`warmstart`: `optimizer` is a sampler, which gives draws. Pass it to `sample`.")
@@ -213,7 +213,7 @@ def _best(members: Members) -> Any:
 
 @dataclasses.dataclass
 class _Training:
-    """Members after `epoch` epochs, and what trains them on."""
+    """Members after `epoch` epochs, and the functions and data that train them."""
 
     members: Members
     loss: FullLoss
@@ -227,7 +227,7 @@ class _Training:
     mesh: Mesh | None
     checkpoints: _directory.Checkpoints | None = None
     epoch: int = 0
-    first_epoch: int = 0  # That of this call.
+    first_epoch: int = 0  # First epoch of this call.
 
     def __post_init__(self):
         mesh, members, validation = self.mesh, self.members, self.validation
@@ -241,7 +241,7 @@ class _Training:
         self.stream = None if self.steps_per_epoch is None else _host.Stream(self.batches)
 
     def restore(self, folder: Path, minutes: float, same: Options):
-        """Keep checkpoints in a folder, and continue from the newest, with the `same` settings."""
+        """Write checkpoints to a folder, and resume from the newest with the `same` settings."""
         self.checkpoints, self.same = _directory.Checkpoints(folder, minutes, "warmstart"), same
         if place := self.checkpoints.place():
             _directory.check_settings(folder, place["run"], same)
@@ -263,13 +263,13 @@ class _Training:
         return islice(self.stream, number * cast(int, self.steps_per_epoch))
 
     def skip_epochs(self):
-        """Read the batches of epochs before, for the order that a shuffled pass has next."""
-        # Passes over a list are all equal.
+        """Skip the batches of earlier epochs, so that a shuffled pass has the right order."""
+        # All passes over a list are equal.
         if self.stream is not None or not isinstance(self.batches, Sequence):
             collections.deque(self._take(self.epoch), maxlen=0)
 
     def run(self, bar: Bar, stop_requested: Callable[[], str | None]) -> str | None:
-        """Train to the end, or to the end of the epoch of a signal, and return this signal."""
+        """Train to the end, or after a signal to the end of the epoch, and return the signal."""
         signal = None
         while not signal and not self.is_done():
             self._run_epoch(bar)
@@ -330,13 +330,13 @@ def _begin(
     mesh: Mesh | None,
     specs: object,
 ) -> Members:
-    """Make the members before the first step, each on its row of devices."""
+    """Initialize the members, each on its row of devices."""
     key, loss_key = parallel._loss_keys(key, stochastic, num_members, mesh=mesh)
     if aux is not None and parallel.num_chains(aux, "aux") != num_members:
         rule = f"a tree whose leaves have a leading axis of {num_members} members"
         _check.fail("aux", rule, jax.tree.map(jnp.shape, aux))
     parallel.check_mesh(mesh, num_members)
-    # For an optimizer with noise: not one of the keys of the initial parameters.
+    # A key for optimizers with noise, distinct from those of the initial parameters.
     state_key = jax.random.fold_in(key, num_members)
     keys = parallel._split_key(key, num_members, mesh=mesh)
     like = jax.ShapeDtypeStruct(keys.shape, keys.dtype)
@@ -387,7 +387,7 @@ def _steps(
     def validate(member: Members, batch: object) -> Members:
         value = member.loss
         if not keeps_last:
-            # With another one, unchanged weights would have another loss.
+            # With another key, the loss would change even if the weights did not.
             kind = None if member.key is None else jax.random.key_impl(member.key)
             used = None if kind is None else jax.random.key(SEED, impl=kind)
             value, _ = loss(member.params, member.aux, used, batch)

@@ -24,44 +24,44 @@ GOOD_RHATS = (1.05, 1.1)
 # The quarters of a chain with n independent draws have an R-hat of about 1 + 2 / n, so n is at most
 # six above this value. Two chains with it differ by more than a standard deviation.
 HIGH_RHAT = 1.3
-# Weights of networks wander while their predictions mix: a random walk has a median of 1.65, and so
-# have good runs (digits, psmile). A chain with a trend has 2 to 3.1.
+# Weights of networks drift even if their predictions mix: a random walk has a median of 1.65, as do
+# good runs (digits, psmile). A chain with a trend has 2 to 3.1.
 HIGH_WEIGHT_RHAT = 2.0
 # Differences at fewer inputs may be chance.
 MANY_INPUTS = 0.25
-# With fewer draws, independent ones too have R-hats above 1.1: 28 % at 20 draws, 8 % at 40, 2 % at
-# 60, simulated. Half of the inputs must then have one.
+# With fewer draws, even independent draws have R-hats above 1.1: 28 % at 20 draws, 8 % at 40, 2 %
+# at 60, simulated. Then half of the inputs must have one.
 LEAST_DRAWS_SLOW, MANY_INPUTS_OF_FEW_DRAWS = 60, 0.5
 # Vehtari et al. 2021 and ArviZ recommend an ESS of 100 for each chain, 50 for each of its halves.
-# Chains of networks are many and short, so all chains together must have 100. A chain with less
-# than 50 cannot even show its own spread: its variance is off by a fifth. Both are tested only if
-# there are four times as many draws. With fewer, a quarter of the draws must be independent.
+# Chains of networks are many and short, so all chains together must have 100. With an ESS below 50,
+# the variance of a single chain is off by a fifth. Both are tested only if there are four times as
+# many draws. With fewer, a quarter of the draws must be independent.
 LEAST_ESS, LEAST_ESS_OF_CHAIN, DRAWS_PER_ESS = 100, 50, 4
-# A chain has diverged if its parameters are so many times as large as expected.
+# A chain has diverged if its parameters are this many times as large as expected.
 DIVERGENCE_RATIO = 10.0
-# A chain is frozen if its steps are that small. Those of healthy chains differ by factors of two or
-# three.
+# A chain is frozen if its steps are smaller than this factor. In healthy chains they differ by
+# factors of two or three.
 FROZEN_RATIO = 0.1
-# If the step size changes more while sampling, the draws target no single distribution.
+# If the step size changes more during sampling, the draws do not come from one distribution.
 MOST_TREND = 2.0
 # Energy errors have heavier tails than the Gamma fit: twice the nominal rate is common.
 MOST_REJECTIONS = 3.0
-# Fewer events do not determine a rate, and rarer ones hardly hinder the chain.
+# Fewer rejections do not determine a rate; a lower rate hardly slows the chain.
 LEAST_EVENTS, LEAST_REJECTION_RATE = 10, 0.01
-# Standard deviations of the noise of batches that a falling loss must exceed.
+# A fall of the loss must exceed this many standard deviations of the noise of batches.
 FAR_NOISE = 3.0
-# `MOST_RISE` for more parameters than examples, the excess that `cold_temperature` allows. With a
-# larger rise, the average of the draws predicted worse than the start or as well, with a smaller
-# one mostly as well or better: `benchmarks/notes/ladder.md`.
+# Like `MOST_RISE`, for more parameters than examples; equal to the excess of `cold_temperature`.
+# After a larger rise, the average of the draws predicted worse than the start or equally well;
+# after a smaller one, mostly equally well or better: `benchmarks/notes/ladder.md`.
 MOST_RISE_IF_WIDE = 0.08
-# Nats per input by which the modes of one posterior hardly differ: targets 26 % less probable.
+# Modes of one posterior rarely differ by more nats per input: targets 26 % less probable.
 FAR_BELOW = 0.3
-# Two chains may meet in a draw that is rounded to float16. Copies agree in all draws, or from one
-# draw on.
+# Two chains may share a draw that is rounded to float16. Copies agree in all draws, or in all from
+# one draw on.
 MOST_EQUAL = 0.1
-# Norms of clipped gradients agree up to rounding. Others do so at few draws.
+# Norms of clipped gradients agree up to rounding. Those of other gradients rarely do.
 SAME_NORM, MOST_SAME, LEAST_MOVE = 3e-6, 0.1, 1e-4
-# More groups of chains are counted, not listed.
+# If there are more groups of chains, list only their number.
 MOST_GROUPS = 6
 
 # What to try for each kind of finding. `STEP_SIZES` has the words in braces for each sampler.
@@ -122,7 +122,7 @@ STEP_SIZES = {
         "steadier": "a larger num_warmup, until the steps have their final length",
     },
 }
-# Of a sampler that could find its step size.
+# Advice for a sampler that could find its own step size.
 GIVEN = " The step size was given: leave it out, and the sampler finds one."
 # Findings of chains that are slow, and the `change_share` above which larger batches would help.
 SLOW, NOISY = ("slow", "not settled", "chains differ"), 0.75
@@ -134,7 +134,7 @@ NOISE = (
 
 
 def chooser(settings: Settings) -> str:
-    """Return what chooses the step size of a sampler, a key of `STEP_SIZES`."""
+    """Return the rule for the step size of a sampler, a key of `STEP_SIZES`."""
     tuner = settings.get("tuner")
     if isinstance(tuner, Mapping) and tuner.get("name") in STEP_SIZES:
         return str(tuner["name"])
@@ -148,7 +148,7 @@ def nominal_rate(settings: Settings) -> float:
     quantile = settings.get("reject_quantile")
     if not isinstance(quantile, float):
         return np.nan
-    # A run that was loaded has no state, which would tell the number of gradients per step.
+    # A loaded run has no state, so the number of gradients per step comes from its settings.
     return (1 - quantile) / (2 if settings.get("integrator") == "minimal_norm" else 1)
 
 
@@ -156,7 +156,7 @@ class Check(NamedTuple):
     """A test of the chains and its outcome.
 
     Attributes:
-        kind: what it tests, such as "frozen".
+        kind: name of the test, such as "frozen".
         chains: the chains that fail; if the test passed, the chains that were tested.
         value: the measured number for each of these chains.
         bound: bound on healthy values. Some tests have further conditions, such as that the chain
@@ -183,7 +183,7 @@ class Check(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What the checks look at; predictions and log densities are `[chain, draw, input]`."""
+    """Input of the checks; predictions and log densities are `[chain, draw, input]`."""
 
     paths: Paths
     settings: Settings
@@ -210,10 +210,10 @@ class Values(tuple[float, ...]):
 def failing(
     kind: str, fails: np.ndarray, values: np.ndarray, bound: float, text: str, flagged: str = ""
 ) -> Check:
-    """Make the draft of a check that some chains fail, from flags and numbers `[chain]`.
+    """Make a draft of a check from flags, true for chains that fail, and numbers `[chain]`.
 
-    Its `text` has a field for their range, such as "{:.0%}". `flagged` says on which side of the
-    bound, another field, a chain fails.
+    Its `text` has a field for the range of the numbers, such as "{:.0%}". `flagged` says on which
+    side of the bound, which fills its field, a chain fails.
     """
     chains = tuple(np.flatnonzero(fails).tolist())
     text += f" (flagged {flagged})." if flagged else ""
@@ -221,7 +221,7 @@ def failing(
 
 
 def checks(facts: Facts) -> tuple[Check, ...]:
-    """Run all tests. A chain that does not converge or move is reported once, by its first finding.
+    """Run all tests. A chain that does not converge or move is reported only by its first finding.
 
     Tests that pass are reported for the chains that have converged and whose numbers are known.
     """
@@ -249,7 +249,7 @@ def _among(draft: Check, chosen: np.ndarray) -> Check:
 
 
 def _completed(draft: Check, facts: Facts, arrives: np.ndarray) -> Check:
-    """Add the advice, and write the numbers of the chains that fail or were tested."""
+    """Add the advice, and insert the numbers of the chains that fail or were tested."""
     chains, advice = draft.chains, ""
     if draft.passed:
         chains = tuple(np.flatnonzero(np.isfinite(draft.value) & arrives).tolist())
@@ -272,12 +272,12 @@ def shared_draws(paths: Paths) -> np.ndarray:
 
 
 def copy_of(paths: Paths) -> np.ndarray:
-    """Return the first chain that each is a copy of, `[chain]`; its own number if of none."""
+    """Return the first chain of which each is a copy, `[chain]`; its own number if it is none."""
     return (shared_draws(paths) > MOST_EQUAL * paths.alike.shape[1]).argmax(axis=1)
 
 
 def _copied(facts: Facts) -> Iterator[Check]:
-    """Yield findings of chains with equal draws, and of others that differ but have equal keys."""
+    """Yield findings of chains with equal draws, and of other chains with equal keys."""
     first, shared = facts.copy_of, shared_draws(facts.paths)
     np.fill_diagonal(shared, 0)
     is_copy = np.bincount(first, minlength=len(first))[first] > 1
@@ -308,7 +308,7 @@ def _altered(facts: Facts) -> Iterator[Check]:
         yield failing("altered", altered > 0, altered, 0, text)
     if "gradient_norm" in facts.trace and facts.num_draws >= LEAST_DRAWS_JUDGED:
         norms = facts.trace["gradient_norm"][:, 1 - facts.num_draws :]
-        # Of rejected calls it is zero, and a chain that hardly moves repeats it.
+        # The norm is zero after rejected calls, and repeats if a chain hardly moves.
         moves = facts.paths.moved > LEAST_MOVE * facts.paths.norm[:, 1:]
         norms = np.sort(np.where((norms > 0) & moves, norms, np.nan), axis=1)
         ends = [np.searchsorted(x, x * (1 + SAME_NORM), "right") for x in norms]
@@ -320,7 +320,7 @@ def _altered(facts: Facts) -> Iterator[Check]:
 
 
 def _nonfinite(facts: Facts) -> Iterator[Check]:
-    """Yield findings of non-finite numbers: bad data affect all chains, divergence a single one."""
+    """Yield findings of non-finite numbers: bad data affect all chains, divergence only some."""
     share = _gain(facts.trace["num_nonfinite"]) / _gain(facts.trace["num_gradients"])
     text = "{:.2%} of the gradients, their losses or their norms are infinite or NaN."
     is_broken = share > MOST_NONFINITE
@@ -356,7 +356,7 @@ def _diverged(facts: Facts) -> Iterator[Check]:
         spread = np.subtract(*np.quantile(last, (0.75, 0.25), axis=1))
         far = max(FAR_BELOW, float(np.median(spread)))
         below, fallen = _middle(_others(last) - last), _middle(first - last)
-        # A chain that has covered more than half of the way is not settled, given enough draws.
+        # A chain that has closed more than half of the gap is not settled, given enough draws.
         closer = (-fallen > below) & (facts.density.shape[1] >= LEAST_DRAWS_JUDGED)
         for nats, fails, reference in (
             (below, (below > far) & ~closer, "that of the other chains"),
@@ -377,7 +377,7 @@ def _frozen(facts: Facts, mixes: np.ndarray) -> Iterator[Check]:
     below = facts.trace["below_resolution"].mean(axis=1)
     text = "at {:.0%} of the draws, the step is too short for the precision of the parameters"
     yield failing("frozen", below > 0.5, below, 0.5, text, "above {:.0%}")
-    # The largest of the last third, for a schedule that goes in cycles.
+    # Use the largest of the last third, since a schedule may be cyclical.
     sizes = facts.trace["step_size"]
     size, last = sizes[:, 2 * sizes.shape[1] // 3 :].max(axis=1), _late(moves)
     for text, share in (
@@ -407,8 +407,8 @@ def _unsettled(facts: Facts, rhats: np.ndarray) -> Iterator[Check]:
 def _fall_of_loss(facts: Facts) -> np.ndarray:
     """Compare the mean losses of the halves of a chain; NaN where the numbers are not known.
 
-    The energy of a converged chain of d parameters has the standard deviation sqrt(d / 2), so the
-    means of its halves differ by less, but for the noise of batches: three deviations of it.
+    The energy of a converged chain of d parameters has the standard deviation sqrt(d / 2). The
+    means of its halves differ by less than this, plus three standard deviations of the batch noise.
     """
     losses, size = facts.trace["loss"], facts.trace["num_parameters"][:, -1]
     num_data, half = facts.settings.get("num_data"), losses.shape[1] // 2
@@ -457,9 +457,9 @@ def _mixing(facts: Facts, arrived: np.ndarray) -> Iterator[Check]:
 
 
 def _few_independent(values: np.ndarray, steady: np.ndarray) -> Iterator[Check]:
-    """Yield a finding that chains have few independent draws: together, or one on its own.
+    """Yield a finding that chains have few independent draws, all together or a single one.
 
-    The ESS is that of each chain, since chains may be in different modes.
+    The ESS is computed for each chain, since chains may be in different modes.
     """
     num_draws = values.shape[1]
     least = min(LEAST_ESS, steady.sum() * num_draws // DRAWS_PER_ESS)
@@ -501,23 +501,23 @@ def _stepping(facts: Facts, sick: np.ndarray) -> Iterator[Check]:
         trend = step_size_trend(facts.trace["step_size"])
         changed = np.maximum(trend, 1 / trend)
         text = "it changed by a factor of {:.3g} during the draws"
-        # A known width is one in coordinates that change with the matrix of `psmile`.
+        # A known width refers to coordinates that change with the matrix of `psmile`.
         has_matrix = np.isfinite(facts.trace["width"][:, -1]) if "width" in facts.trace else False
         has_changed = (changed > MOST_TREND) & ~sick & ~has_matrix
         yield failing("step size", has_changed, changed, MOST_TREND, text, "above {:.3g}")
 
 
 def _groups(values: np.ndarray) -> tuple[list[list[int]], np.ndarray]:
-    """Group chains whose averages agree at most values, directly or through other chains.
+    """Group chains whose averages agree for most values, directly or through other chains.
 
     Returns:
-        The groups, and the share of values at which each chain differs from the closest other
-        chain: one of another group, if there are several.
+        The groups, and the share of values for which each chain differs from the closest other
+        chain (of another group, if there are several).
     """
     from scipy.sparse.csgraph import connected_components
 
     centre, variance = values.mean(axis=1), values.var(axis=1)
-    # (R-hat)^2 - 1 of two long chains.
+    # This is (R-hat)^2 - 1 for two long chains.
     excess = (centre[:, None] - centre) ** 2 / (variance[:, None] + variance)
     apart = (excess > HIGH_RHAT**2 - 1).mean(axis=-1)
     number, group = connected_components(apart < MANY_INPUTS)

@@ -14,8 +14,8 @@ from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 class Paths(NamedTuple):
     """Norms of the draws, and distances from the draw before, `[chain, draw]`.
 
-    `start_norm` is NaN without a start. `weights` are randomly chosen scalars that move, `size` is
-    the number of parameters of a chain. `alike` is the first chain with an equal draw.
+    `start_norm` is NaN if the start is unknown. `weights` are randomly chosen scalars that change,
+    `size` is the number of parameters of a chain. `alike` is the first chain with an equal draw.
     """
 
     norm: np.ndarray
@@ -36,7 +36,7 @@ def walk(snapshots: Snapshots | StoredSnapshots, num_weights: int, seed: int) ->
     norm, moved = (np.full((num_chains, num_draws - x), np.nan) for x in (0, 1))
     alike = np.zeros((num_chains, num_draws), int)
     first, last = _leaves(snapshots[0]), _leaves(snapshots[(num_draws - 1) * num_chains])
-    # More than needed, since single entries may not move.
+    # Choose more than needed, since some entries may not change.
     places = _choose(first, last, 4 * num_weights, seed)
     each, before, weights = map(_leaves, snapshots), (), []
     for draw, chains in enumerate(zip(*[each] * num_chains, strict=False)):

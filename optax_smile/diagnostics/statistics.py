@@ -16,12 +16,12 @@ from optax_smile.draws._constraints import PREDICTION, log_density_of
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
-# ArviZ needs four draws of a chain; within a chain, its halves are the chains.
+# ArviZ needs four draws per chain. For `rhat_within`, the parts of a chain serve as chains.
 LEAST_DRAWS, LEAST_DRAWS_WITHIN = 4, 8
 
 
 class Posterior(_check.Constraint):
-    """All draws of a sampler: at least one, not iterates of an optimizer, not chosen ones."""
+    """All draws of a sampler, at least one; not iterates of an optimizer or selected draws."""
 
     text = "the result of `sample` or `load_snapshots`"
 
@@ -48,8 +48,8 @@ def rhat_within(values: np.ndarray) -> np.ndarray:
     """Compare the beginning of each chain with its end: R-hat of its quarters, `[chain, ...]`.
 
     It is about 1 + 2 / n for a stationary chain with n independent draws. The idea of a chainwise
-    R-hat: Sommer et al., Connecting the dots, ICML 2024. Of an odd number of draws the first is
-    left out.
+    R-hat: Sommer et al., Connecting the dots, ICML 2024. If the number of draws is odd, the first
+    is omitted.
     """
     num_chains, num_draws, *rest = values.shape
     halves = values[:, num_draws % 2 :].reshape(num_chains, 2, num_draws // 2, *rest)
@@ -127,14 +127,14 @@ def with_groups(
 
 
 def _variables(named: Sequence[tuple[str, ArrayLike]]) -> dict[str, np.ndarray]:
-    """Make variables of ArviZ whose names differ from each other and from those of all axes."""
+    """Make variables for ArviZ with unique names that differ from those of all axes."""
     arrays, names, unique = [np.asarray(x) for _, x in named], [], [name for name, _ in named]
     while names != unique:
         names, lengths = unique, [x.ndim - 2 for x in arrays]
         axes = [f"{n}_dim_{i}" for n, k in zip(names, lengths, strict=True) for i in range(k)]
         taken = {"chain", "draw", "sample", *axes}
         unique = [f"{n}_" if n in taken or n in names[:i] else n for i, n in enumerate(names)]
-    # No file format has the numbers of `ml_dtypes`.
+    # File formats do not support the dtypes of `ml_dtypes`.
     arrays = [x.astype(np.float32) if x.dtype.isbuiltin == 2 else x for x in arrays]
     return dict(zip(names, arrays, strict=True))
 

@@ -34,7 +34,7 @@ OTHER_NORM = "not the Bayesian posterior unless gradients are those of all data"
 # Entries of a trace that checks need; NaN where they are missing.
 NEEDED = ("step_size", "num_rejected", "num_gradients", "num_nonfinite", "below_resolution")
 NEEDED += ("temperature", "loss", "num_parameters")
-# A surplus of confidence is told from this size and this number of standard errors on.
+# Report under- or overconfidence only if the gap exceeds this size and so many standard errors.
 LARGE_SURPLUS, MOST_ERRORS = 0.02, 3
 # Findings that `repr` shows, and characters of each.
 MOST_SHOWN, LONGEST_SHOWN = 4, 100
@@ -54,7 +54,7 @@ class Summary:
         nominal_rate: this rate for a perfect fit with the given `reject_quantile`, or NaN.
         num_nonfinite: number of gradients or values that were not finite, `[chain]`.
         temperature: temperature of the posterior, 1 for Bayes, `[chain]`.
-        norm: of the momentum, `"euclidean"`, `"spectral"` or the name of another class.
+        norm: norm of the momentum, `"euclidean"`, `"spectral"` or the name of another class.
         copy_of: the first chain with equal draws, bit for bit, `[chain]`. Copies count once in
             `rhat_across`, `ess` and `mcse`.
         rhat_within: R-hat of the quarters of single predictions or weights, `[chain, point]`.
@@ -99,7 +99,7 @@ class Summary:
         return "\n".join([*table, "", *self._notes(), "", *self._judgement()])
 
     def __repr__(self) -> str:
-        # What matters most, and the findings without advice.
+        # First the most important findings, then those without advice.
         chains = _table.counted(len(self.step_size_trend), "chain")
         title = f"Summary: {chains} of {_table.counted(self.num_draws, 'draw')}"
         rhats = [median_of(rhats) for rhats in (self.rhat_within, self.rhat_across)]
@@ -245,20 +245,20 @@ def summary(
     - slow: a chain has few independent draws.
     - different modes: groups of chains predict differently at many inputs.
     - chains differ: there are no such groups, but R-hat across chains is high at many inputs.
-    - worse than the start: the loss is far above that of the start, or somewhat above it where
-      there are more parameters than examples.
+    - worse than the start: the loss is far above that of the start, or slightly above it if there
+      are more parameters than examples.
     - rejected steps: many more than the `reject_quantile` of the sampler implies.
     - step size: a tuner still changes the step size.
 
-    A note says "underconfident" or "overconfident" where class probabilities are.
+    For class probabilities, a note may say "underconfident" or "overconfident".
 
     Without a `prediction`, the R-hats are those of weights, which may differ between chains whose
     predictions agree, and "slow", "different modes" and "chains differ" are not checked.
 
     Args:
         snapshots: result of `sample`, `load_snapshots` or `Snapshots.from_draws`.
-        prediction: result of `predict(..., per="draw", targets=...)` for the same draws. Of several
-            outputs per input, the one with the largest variance over the draws counts.
+        prediction: result of `predict(..., per="draw", targets=...)` for the same draws. If an
+            input has several outputs, the one with the largest variance over the draws is used.
         max_inputs: largest number of randomly chosen inputs (without a prediction: of weights) for
             R-hat and ESS, >= 1.
         seed: seed of this choice, >= 0.
@@ -348,8 +348,8 @@ def _surplus(prediction: Prediction) -> tuple[float, float]:
         # Several outputs of two classes each.
         return np.nan, np.nan
     confidence = chances.max(axis=1)
-    # The class with the largest probability is right if the target has this probability. Of equal
-    # ones each is right at the average rate.
+    # The most probable class is right if the target has this probability. Classes of equal
+    # probability share the average rate.
     ties = np.isclose(chances, confidence[:, None], rtol=1e-5).sum(axis=1)
     gaps = np.isclose(target, confidence, rtol=1e-5) / ties - confidence
     return float(gaps.mean()), float(gaps.std(ddof=1) / np.sqrt(len(gaps)))

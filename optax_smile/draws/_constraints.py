@@ -13,7 +13,7 @@ PREDICTION = _check.kind(Prediction, "what `predict` returned")
 
 
 def is_list(value: object) -> bool:
-    """Whether a value is a list or another iterable, but no dict, named tuple or text."""
+    """Whether a value is an iterable such as a list, but not a dict, named tuple or string."""
     is_tree = hasattr(value, "_fields") or isinstance(value, jax.core.Tracer)
     return bool(_check.BATCHES.holds(value)) and not is_tree
 
@@ -94,6 +94,6 @@ def log_density_of(axes: tuple[int, int], prediction: Prediction) -> np.ndarray:
 
 
 def of_targets(log_density: np.ndarray) -> np.ndarray:
-    """Return log densities `[chain, draw, target]` without padding, which is NaN in all draws."""
+    """Return log densities `[chain, draw, target]` without padding, which is NaN in every draw."""
     flat = log_density.reshape(*log_density.shape[:2], -1)
     return flat if log_density.ndim == 3 else flat[:, :, ~np.isnan(flat).all(axis=(0, 1))]

@@ -36,7 +36,7 @@ Stats: TypeAlias = Mapping[str, np.ndarray]
 
 
 class Leaf(NamedTuple):
-    """One array of the parameters of one chain, by a unique name; a file may be less precise.
+    """One array of the parameters of one chain, with a unique name; files may be less precise.
 
     `path` has pairs of kind (`key`, `index` or `attribute`) and entry.
     """
@@ -143,8 +143,8 @@ def find(directory: Path, num_chains: int) -> dict[int | str, list[Block]]:
 def find_draws(directory: Path, manifest: Json) -> list[list[Block]]:
     """Return the files of all draws; an error if some before the newest checkpoint are missing."""
     number = 0
-    # Before the draws are listed, as a run may write more meanwhile. A damaged checkpoint leaves
-    # the draws readable.
+    # Read this before listing the draws, since a run may write more meanwhile. Draws stay readable
+    # if the checkpoint is damaged.
     for files in [*find_checkpoints(directory).values()][-1:]:
         with contextlib.suppress(ValueError), _disk.naming(files[0]):
             number = int(_disk.read(files[0], only_header=True)[0]["place"].get("num_kept", 0))
@@ -179,7 +179,7 @@ def _is_rounded(dtype: DTypeLike) -> bool:
 
 
 def fits(leaf: np.ndarray, dtype: str | None) -> bool:
-    """Return whether a leaf keeps its finite numbers in a stored dtype, and relative precision."""
+    """Return whether finite numbers of a leaf stay finite and precise in a stored dtype."""
     if dtype is None or not _is_rounded(leaf.dtype):
         return True
     kind = jnp.finfo(dtype)
@@ -203,7 +203,7 @@ def read_chains(blocks: list[Block], leaves: list[Leaf], num_chains: int) -> lis
                 wanted = (block.last - block.first + 1, *shape)
                 if array.shape != wanted or str(array.dtype) not in (dtype, *allowed):
                     raise ValueError(f"its array {name!r} is {array.dtype} {array.shape}")
-        # Not before the first file agrees with the shapes in the manifest.
+        # Allocate only after the first file agrees with the shapes in the manifest.
         read = read or [np.empty((num_chains, *leaf.shape), leaf.dtype) for leaf in leaves]
         for whole, leaf in zip(read, leaves, strict=True):
             whole[rows] = arrays[leaf.name]
@@ -253,7 +253,7 @@ class DrawFiles:
         """
 
         def write():
-            # None after one that could not be written.
+            # None after a draw that could not be written.
             if not self.has_failed:
                 self.has_failed = True
                 self.write(draw, step, params, stats)

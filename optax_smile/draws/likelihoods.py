@@ -19,7 +19,7 @@ FORMS = {"mean": "(outputs)", "variance": "(outputs)", "entropy": "(mean)"}
 FORMS |= {"log_density": "(outputs, targets)", "check": "(outputs, targets)"}
 FORMS |= {"has_target": "(targets)"}
 Name = Literal["categorical", "bernoulli", "gaussian", "tokens"]
-# Rounding of the sum of probabilities in half precision, and fewest numbers that show more.
+# Rounding error of a sum of probabilities in half precision, and minimum count for the test.
 SUM_ROUNDING, LEAST_NUMBERS = 0.01, 20
 
 
@@ -116,7 +116,7 @@ def _check_real_targets(shape: tuple[int, ...], targets: object):
 
 
 def _categorical_log_density(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    # A gather does not work along a class axis that is sharded over devices.
+    # A gather fails along a class axis that is sharded over devices.
     is_label = jax.nn.one_hot(labels, logits.shape[-1], dtype=bool)
     return jnp.sum(jnp.where(is_label, jax.nn.log_softmax(logits), 0), axis=-1)
 
@@ -133,7 +133,7 @@ def _over_outputs(log_density: jax.Array) -> jax.Array:
 
 
 def form_of(likelihood: Likelihood, outputs: Any) -> jax.Array:
-    """Count what `are_probabilities` needs to know; counts of several calls add up."""
+    """Count properties of outputs for `are_probabilities`; counts of several calls add up."""
     counted: tuple[jax.Array, ...] = (jnp.ones(1),)
     if likelihood is NAMED["bernoulli"]:
         counted = (outputs < 0) | (outputs > 1), outputs < 0.1, outputs > 0.9
@@ -145,9 +145,9 @@ def form_of(likelihood: Likelihood, outputs: Any) -> jax.Array:
 
 
 def are_probabilities(counts: np.ndarray) -> bool:
-    """Whether outputs look like probabilities, where logits belong."""
+    """Whether outputs look like probabilities instead of logits."""
     others, *extremes, number = counts
-    # Numbers of two classes that are all near a half may be logits.
+    # With two classes, numbers that are all near one half may be logits.
     is_clear = number >= LEAST_NUMBERS and min(extremes, default=number) >= number / LEAST_NUMBERS
     return not others and (is_clear or not extremes)
 

@@ -167,7 +167,7 @@ class Predictor:
         self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._has_target: np.ndarray | None = None
         self._first: object = None
-        # By the number of inputs of a batch.
+        # Keyed by the number of inputs of a batch.
         self._adds: dict[int, Callable] = {}
         self.restart()
 
@@ -347,7 +347,7 @@ class Predictor:
             params = parallel.place(stacked, mesh=self.mesh, specs=self.specs)
         numbers = parallel.place(numbers, mesh=self.mesh)
         if not self._averages:
-            # On the devices where the compiler places the outputs.
+            # Use the devices on which the compiler places the outputs.
             self._averages = [
                 [self._zero(params, batch) for _ in range(self._num_groups)]
                 for batch in self._batches

@@ -14,7 +14,7 @@ from optax_smile._types import by_identity
 Uncertainty = Literal["entropy", "variance"]
 # Rows of float32 probabilities, averaged over thousands of draws, differ from 1 by less.
 ROW_SUM_TOLERANCE = 1e-3
-# No class is impossible: float32 rounds small probabilities to zero.
+# Lower bound of probabilities: float32 rounds small ones to zero.
 SMALLEST = 1e-12
 NUMBERS = _check.Array(each=_check.Real(dtype=float), like="mean")
 POSITIVE = _check.Array(each=_check.Real(0, open="low", dtype=float))
@@ -55,7 +55,7 @@ class Prediction(NamedTuple):
         uncertainty: kind of the uncertainties: `"entropy"`, `"variance"`, or None.
         each: with `per`, an `optax_smile.Outcome` of single draws, arrays
             `[chain, draw, input, ...]`, or of the averages of single chains, `[chain, input, ...]`.
-        temperature: that of the average, if it is `tempered`; `each` is without it.
+        temperature: temperature of the average, if it is `tempered`; it does not affect `each`.
     """
 
     mean: np.ndarray | Any
@@ -79,7 +79,7 @@ class Prediction(NamedTuple):
         their entropy, `aleatoric` and `epistemic` are None: the average is tempered, not the draws.
 
         A variance is multiplied by T, and the distribution is taken as normal. Its `log_density` is
-        None without `targets`, as is that of several binary outputs, taken as independent.
+        None without `targets`. Several binary outputs, treated as independent, have none either.
 
         Example:
             >>> import numpy as np, optax_smile

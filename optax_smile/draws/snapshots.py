@@ -24,10 +24,10 @@ from optax_smile.draws import _constraints, _format
 
 # Name and arguments of a sampler.
 Settings = Mapping[str, object]
-# Statistics by name, arrays `[chain, tick]`; `[chain, draw]` where only those of draws are known.
+# Statistics by name, arrays `[chain, tick]`; `[chain, draw]` if only those of draws are known.
 Trace = Mapping[str, np.ndarray]
-# Below every log density in float32. Finite, so that draws for which some targets are impossible
-# are compared by the number of such targets.
+# Smaller than every log density in float32, but finite, so that draws under which some targets are
+# impossible can be compared by the number of such targets.
 LOWEST = float(np.finfo(np.float32).min)
 DENSITIES = _check.Array(
     "[chain, draw, target, ...]", _check.Where("below infinity", lambda x: x != np.inf)
@@ -40,7 +40,7 @@ class Snapshots:
     `draws[i]` is draw `i // num_chains` of chain `i % num_chains`. A slice is a list of trees,
     which `predict` accepts. For all draws of a chain, index `params`. A list of integers, such as
     `choose` returns, makes `Snapshots` of these draws in one chain, which `summary` and `to_arviz`
-    refuse, since it is no sample of the posterior.
+    refuse, since it is not a sample of the posterior.
 
     Attributes:
         params: tree of NumPy arrays, each `[chain, draw, ...]`.
@@ -199,7 +199,7 @@ class Snapshots:
         if not _settings.are_posterior(self.settings):
             rows["draws"] = f"{_settings.origin(self.settings)}, not posterior draws"
         elif self.settings is not None:
-            # With its numeric arguments.
+            # Name of the sampler, with its numeric arguments.
             given = self.settings.items()
             numeric = [f"{k}={x}" for k, x in given if k != "key" and type(x) in (int, float)]
             rows["sampler"] = f"{self.settings.get('name')}({', '.join(numeric)})"
@@ -252,9 +252,9 @@ class Snapshots:
     def mean(self) -> Any:
         """Average the draws of each chain: one network per chain, as SWA averages weights.
 
-        It is a good network if the draws of a chain stay near one mode, such as those with a prior
-        around the start, and a poor one if they do not: compare it on held-out data.
-        Statistics of BatchNorm are not parameters: compute them again with the averaged weights.
+        The average is a good network if the draws of a chain stay near one mode, such as with a
+        prior around the start. If they do not, it is poor: compare it on held-out data. Statistics
+        of BatchNorm are not parameters: compute them again with the averaged weights.
 
         Returns:
             A tree of arrays `[chain, ...]` with the dtypes of the draws, added up in float64.
@@ -429,7 +429,7 @@ def load_snapshots(
     manifest = _format.read_manifest(directory)
     structure = None
     if like is not None:
-        # `sample` takes variables of Flax nnx out of the parameters, and leaves those of `aux`.
+        # `sample` replaces variables of Flax nnx in the parameters, but not in `aux`.
         bare = _paths.without_variables(like)
         if isinstance(like, dict) and "aux" in like:
             bare = bare | {"aux": like["aux"]}

@@ -13,7 +13,7 @@ __all__ = ["NumpyroModel", "estimators", "from_numpyro"]
 
 
 def __getattr__(name: str) -> object:
-    """Import what needs another library on first access."""
+    """Import modules that need another library on first access."""
     if name == "estimators":
         with _check.needed("`optax_smile.interop.estimators` needs scikit-learn", "sklearn"):
             return importlib.import_module("optax_smile.interop.estimators")

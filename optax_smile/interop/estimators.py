@@ -71,12 +71,12 @@ def _weighted(X: np.ndarray, y: np.ndarray, weight: ArrayLike | None) -> tuple[n
 
 
 def _scaler(columns: np.ndarray, weight: np.ndarray) -> Any:
-    """Fit in float64; powers of two keep the squares of tiny and huge numbers finite."""
+    """Fit in float64, scaled by powers of two so that no square overflows or underflows."""
     largest = np.abs(columns).max(axis=0)
     exponents = np.frexp(largest)[1]
     scaler: Any = StandardScaler().fit(np.ldexp(columns, -exponents), sample_weight=weight)
     mean, scale = (np.ldexp(x, exponents) for x in (scaler.mean_, scaler.scale_))
-    # Numbers below 1 have a deviation of 1 only if they are constant.
+    # After this scaling, a standard deviation of 1 means that a column is constant.
     is_constant = (scaler.scale_ == 1) & (largest > 0)
     scaler.mean_ = np.where(is_constant, columns[0], mean)
     scaler.scale_ = np.where(is_constant, largest, scale)
@@ -124,7 +124,7 @@ class _Bayesian(BaseEstimator):
         x = np.asarray(x, float)
         self.scaler_ = _scaler(x, weight)
         data = np.asarray(self.scaler_.transform(x), np.float32), self._code(y)
-        # The sum of the weights is the number of data, and their mean in the loss is one.
+        # The sum of the weights is `num_data`; in the loss they are normalized to mean one.
         data += (np.asarray(weight / weight.mean(), np.float32),)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         split = train_test_split(*data, test_size=HELD_OUT, random_state=seed)
@@ -196,12 +196,12 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
 
     def predict(self, X: Any) -> np.ndarray:
         """Predict the most probable classes, `[input]`."""
-        # First, since an estimator that is not fitted has no classes.
+        # Predict first, since it raises if the estimator is not fitted.
         most = self.predict_proba(X).argmax(axis=1)
         return self.classes_[most]
 
     def _code(self, y: Any) -> np.ndarray:
-        # By equality: NumPy would cut "catfish" to the length of "cat", and round 0.7.
+        # Test equality: NumPy would truncate "catfish" to the length of "cat", and round 0.7.
         codes = {label: code for code, label in enumerate(self.classes_.tolist())}
         labels = validation.column_or_1d(y, warn=True).tolist()
         if unknown := [label for label in labels if label not in codes]:

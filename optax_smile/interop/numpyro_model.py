@@ -30,8 +30,8 @@ NETWORK = (
     "Draw the weights of a network with `numpyro.sample` and pass them to its `apply`, instead of"
     " `random_flax_module` and its like; or leave NumPyro and give the sampler a `log_prior`."
 )
-NUM_STARTS = 4  # Of the search for a mode.
-# Whether densities or values of two batches are equal but for rounding.
+NUM_STARTS = 4  # Number of searches for a mode.
+# Whether densities or values of two batches are equal up to rounding.
 close = functools.partial(np.allclose, rtol=1e-5, atol=1e-5, equal_nan=True)
 Params = Mapping[str, jax.Array]
 Site = Mapping[str, Any]  # A message of NumPyro; the values depend on its type.
@@ -70,12 +70,12 @@ class NumpyroModel:
         return log_jacobian + sum(outside)
 
     def map_loss(self, params: Params, batch: object) -> jax.Array:
-        """Compute `loss_fn` plus the prior's share, for `warmstart` to start near the mode."""
+        """Compute `loss_fn` minus `log_prior` / `num_data`: `warmstart` then ends near the mode."""
         densities, trace, log_jacobian = _run(self, params, batch)
         return -(sum(densities.values()) + log_jacobian) / trace[self.plate]["args"][0]
 
     def init_fn(self, key: jax.Array) -> dict[str, jax.Array]:
-        """Draw parameters where the density is finite, uniform in [-2, 2] as NumPyro does."""
+        """Draw parameters uniformly in [-2, 2], as NumPyro does, until the density is finite."""
         arguments, keywords, _ = _arguments(self, self.batch)
         given: Options = {"model_args": arguments, "model_kwargs": keywords}
         return dict(util.initialize_model(key, self.model, **given).param_info.z)
@@ -110,7 +110,7 @@ class NumpyroModel:
         of `init_fn`.
 
         Args:
-            batches: see `tall.center_at`: one pass has each example once.
+            batches: as for `tall.center_at`; one pass has each example once.
             num_chains: number of chains, >= 1.
             sampler: None for `psmile(**model.posterior, key=0)`.
             control_variate: whether `optax_smile.sample` gets `batches` as its `control_variate`.
@@ -241,7 +241,7 @@ def from_numpyro(
 
 @_check.called(FUNCTION)
 def _run(bridge: NumpyroModel, params: Params, batch: object, turn: bool = False) -> Run:
-    """Return the log densities of sites, all sites, and log |Jacobian|; `turn` reverses indices."""
+    """Return log densities of sites, all sites, and log |Jacobian|; `turn` reverses the indices."""
     (arguments, keywords, indices), jacobians = _arguments(bridge, batch), []
 
     def value_of(message: Site) -> jax.Array | None:
@@ -278,7 +278,7 @@ def _observed(
     latent, given = {name: sites.params[name] for name in example}, dict[str, Any](batch_ndims=2)
     with _check.calling("data", "valid arguments of the model"):
         trace = _run(bridge, example, data)[1]
-        # Without indices, the plate would draw some.
+        # Without indices, the plate would draw random ones.
         model = handlers.substitute(bridge.model, {bridge.plate: trace[bridge.plate]["value"]})
         densities = log_likelihood(model, latent, *arguments, **keywords, **given)
         names = [name for name in densities if _plates(bridge, trace[name])]
@@ -304,7 +304,7 @@ def _is_latent(site: Site) -> bool:
 
 
 class _Unobserved(handlers.uncondition):
-    """Free some observed sites alone."""
+    """Make only some observed sites latent."""
 
     def __init__(self, model: Callable, names: list[str]):
         super().__init__(model)
@@ -359,7 +359,7 @@ def _independent(bridge: NumpyroModel, params: Params) -> list[str]:
     """List the sites whose density and value do not depend on the batch or its size."""
 
     def other(x: jax.Array) -> jax.Array:
-        # Integers repeat those of the first example.
+        # Repeat the integers of the first example.
         is_real = jnp.issubdtype(x.dtype, jnp.floating)
         return 2 * x[::-1] + 1 if is_real else jnp.broadcast_to(x[:1], x.shape)
 

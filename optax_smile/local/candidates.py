@@ -16,7 +16,7 @@ from optax_smile.samplers.smile import psmile, smile
 from optax_smile.stages.spectral import default_axes
 from optax_smile.stages.step_size import angle_tuner
 
-# Of Muon, as measured in `benchmarks/notes/matrices.md`.
+# Settings of Muon, as measured in `benchmarks/notes/matrices.md`.
 MUON_RATE, MUON_DECAY = 8e-3, 0.02
 
 
@@ -98,6 +98,6 @@ def network_candidates(
 
 
 def _dimensions(leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-    """Describe a matrix for Muon; None for a leaf that is none."""
+    """Describe a matrix for Muon; None if the leaf is not a matrix."""
     axes = default_axes(leaf)
     return None if axes is None else optax.contrib.MuonDimensionNumbers(*axes)

@@ -1,4 +1,4 @@
-"""What a run can get wrong, a file per idea. Its `checks` go from what the run has to `Check`s."""
+"""Mistakes in the inputs of a run, one file per kind. `checks` in each file yields `Check`s."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mistakes in the batches: their form, their sizes, and the number of data."""
+"""Mistakes in the batches: their structure, their sizes, and `num_data`."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,8 @@ from optax_smile._on_host import num_examples
 from optax_smile.diagnostics.findings import Check
 from optax_smile.mistakes.loss import Divisors, Losses, divisors, some, warn_of
 
-# `num_data` may be less than so many times the examples of a list, which may be a part of the data,
-# or its tokens.
+# `num_data` must be less than this many times the number of examples, or tokens, in a list: the
+# list may be only a part of the data.
 MOST_RATIO, MOST_TOKEN_RATIO = 10, 4
 NEARLY_EQUAL = 1.1  # Ratio of the sizes of batches that weight their examples about equally.
 NUM_DATA = "Set it to the number of terms of the mean loss over all data: examples, or tokens."
@@ -26,7 +26,7 @@ PAIR = "Put the arrays of a single batch in a tuple: `[(x, y)]`."
 
 
 def require_all(argument: str, rows: int, number: float):
-    """Require that a pass, which may have ended early, has all data."""
+    """Require that a pass has all data; `rows` may be those of a pass that was stopped early."""
     if rows != number:
         rule = f"a pass over all data, `num_data` = {number:g} rows"
         got = f"more than {number:g}" if rows > number else f"{rows}"
@@ -34,13 +34,13 @@ def require_all(argument: str, rows: int, number: float):
 
 
 def is_finite(batch: object) -> bool:
-    """Tell whether all floating-point numbers of a batch are finite."""
+    """Whether all floating-point numbers of a batch are finite."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(batch)]
     return all(jnp.isfinite(x).all() for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def defect(batch: object, expected: object, per_chain: bool) -> str:
-    """Say why a batch cannot be used after one of the structure `expected`; "" if it can."""
+    """Say why a batch does not fit the structure `expected` of the first; "" if it does."""
     if (structure := jax.tree.structure(batch)) != expected:
         return f"has the structure {structure}, not {expected} as the first"
     try:
@@ -75,11 +75,11 @@ def require_usable(batches: Sequence, per_chain: bool):
 
 
 def warn_of_list(batches: Sequence, losses: Losses):
-    """Warn of the sizes and the amount of a list of batches, or of arrays that may be one batch."""
+    """Warn of unequal sizes, a wrong `num_data`, or a single batch passed as a list."""
     hint, kind = advice_on_single(batches), type(batches).__name__
     batches = [_on_host.as_numeric("batches", batch) for batch in batches]
     if hint and len({(x.shape[1:], x.dtype) for x in batches}) > 1:
-        # Batches of a list may be sequences or images of several sizes.
+        # Batches in a list may be sequences or images of several sizes.
         are_tokens = all(x.dtype.kind in "iu" for x in batches)
         are_few = len(batches) < 4 and len({*map(len, batches)}) == 1
         if kind == "tuple" or are_few and not are_tokens:
@@ -89,7 +89,7 @@ def warn_of_list(batches: Sequence, losses: Losses):
 
 
 def checks(batches: Sequence[object], losses: Losses, is_whole: bool) -> Iterator[Check]:
-    """Test the sizes of batches, and `num_data`; `is_whole`: with all of them."""
+    """Test the sizes of batches, and `num_data`; `is_whole`: these are all batches."""
     sizes = unequal([num_examples(batch, losses.per_chain) for batch in batches])
     if len(batches) > 1:
         yield sizes
@@ -101,7 +101,7 @@ def checks(batches: Sequence[object], losses: Losses, is_whole: bool) -> Iterato
 
 
 def unequal(sizes: Sequence[int | None]) -> Check:
-    """Find batches of several sizes, whose mean losses weight their examples unequally."""
+    """Find batches of several sizes: their mean losses weight examples unequally."""
     counts = Counter(rows for rows in sizes if rows is not None)
     passed = len(counts) < 2 or max(counts) <= NEARLY_EQUAL * min(counts)
     text = "batches have the same size."
@@ -112,7 +112,7 @@ def unequal(sizes: Sequence[int | None]) -> Check:
 
 
 def unequal_terms(divided: Divisors) -> Check:
-    """Find a loss that is divided by a number that depends on the batch, such as of real tokens."""
+    """Find a loss that divides by a number that depends on the batch, such as unpadded tokens."""
     low, high, mean = (float(f(divided.each)) for f in (np.min, np.max, np.mean))
     passed = high <= NEARLY_EQUAL * low
     text = f"`loss_fn` divides by a number of the batch, which is {low:.4g} to {high:.4g}."
@@ -125,12 +125,12 @@ def unequal_terms(divided: Divisors) -> Check:
 def amount(
     batches: Sequence[object], losses: Losses, divided: Divisors | None, is_whole: bool
 ) -> Check | None:
-    """Compare `num_data` with the first batch, and with the whole list; None if it is unknown.
+    """Compare `num_data` with the first batch and the whole list; None if `num_data` is unknown.
 
-    A list may be a part of the data, hold several passes, or have been augmented. So a number
-    passes that is as large as the first batch, and less than `MOST_RATIO` times the list, but not
-    the number of the batches or the size of one. The terms of the mean that the loss is count in
-    place of the examples, if its program tells them.
+    A list may be a part of the data, hold several passes, or be augmented. So `num_data` passes if
+    it is at least the size of the first batch and less than `MOST_RATIO` times that of the list,
+    unless it equals the number of batches or the size of one. If the program of the loss shows that
+    the mean is over other terms, such as tokens, they are counted instead of examples.
     """
     number, per_chain = losses.num_data, losses.per_chain
     sizes = [num_examples(batch, per_chain) or 0 for batch in batches]
@@ -145,7 +145,7 @@ def amount(
         )
         return Check.of("num_data", (float(number),), float(first), passed, text, NUM_DATA)
     each = 1.0 if terms is None else float(np.mean(terms) / np.mean(some(sizes)))
-    # Each chain has its own examples of the same data.
+    # The chains have different examples of the same data.
     copies = len(jax.tree.leaves(batches[0])[0]) if per_chain else 1
     examples, kind = sum(sizes) * copies, "tokens" if each > 1 else "examples"
     # The same batch may be in the list several times.
@@ -157,7 +157,7 @@ def amount(
     total = examples * each
     others = [] if terms is not None else _tokens(batches, per_chain)
     if divided is not None and terms is None:
-        # A mean over outputs is often taken for one over examples.
+        # Users often mistake a mean over outputs for one over examples.
         others.append(int(divided.number / sizes[0] * examples))
     most = max(MOST_RATIO * total, *(MOST_TOKEN_RATIO * x for x in others), 0)
     passed = not what and number < most

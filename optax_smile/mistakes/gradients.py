@@ -1,8 +1,8 @@
 """Mistakes between the loss and the sampler: clips, learning rates, numbers that are not finite.
 
-The state of a sampler keeps a fingerprint of the gradient that it received last: its norm, and its
-product with fixed random signs. The product is linear, so the product of a mean over several calls,
-which `optax.MultiSteps` passes on, is the mean of the products.
+The state of a sampler stores a fingerprint of the last gradient that it received: its norm, and its
+product with fixed random signs. The product is linear, so the product of a mean of several
+gradients, which `optax.MultiSteps` passes on, is the mean of the products.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,17 +17,17 @@ from optax_smile import _check, _paths, _sums, _tree
 from optax_smile.diagnostics.findings import Check
 from optax_smile.state import AFTER, AT_REST, SamplerState
 
-# Rounding errors of a fingerprint, relative to the norm: twenty times what was seen in float32.
+# Rounding errors of a fingerprint, relative to the norm: twenty times those seen in float32.
 TOLERANCE = 2e-5
-# Relative variation up to which ratios, or the norms of clipped gradients, count as constant.
+# Ratios, and norms of clipped gradients, with less relative variation count as constant.
 CONSTANT = 1e-3
-# Squares of the entries of a shorter gradient underflow: networks that fit a batch to the bit.
+# The squares of shorter gradients underflow, as if a network fits a batch exactly.
 SHORTEST = 1e-12
-MOST_ALTERED = 0.01  # Share of the calls that may look altered by accident.
+MOST_ALTERED = 0.01  # Share of the calls that may look altered by chance.
 # Share of the calls with a clipped or non-finite gradient above which to warn.
 MOST_CLIPPED, MOST_NONFINITE_CALLS = 0.01, 0.001
 LOST = "These steps were rejected, and `aux` stays as it was. Are there batches of one example?"
-# Fewer calls that move leaves uphill, or draws at which a gradient is zero, may be an accident.
+# Fewer calls that move leaves uphill, or draws with a zero gradient, may be chance.
 LEAST_UPHILL, LEAST_SEEN = 8, 20
 BEFORE = (
     "Remove what comes before the sampler. A sampler has no learning rate, and its prior replaces"
@@ -54,7 +54,7 @@ class Gradients(NamedTuple):
     shorter_ratios: jax.Array  # Smallest and largest ratio of the shorter ones, `[2]`.
     shorter_norms: jax.Array  # Smallest and largest norm of the shorter ones, `[2]`.
     changed_ratio: jax.Array  # Ratio of the last changed one, NaN if its direction differs.
-    num_uphill: jax.Array  # Calls that moved the other leaves along the gradient.
+    num_uphill: jax.Array  # Calls that moved leaves that are not sampled along the gradient.
     num_lost: jax.Array | None  # Calls that made an array of `aux` non-finite, `[array]`.
 
 
@@ -76,10 +76,10 @@ def no_gradients(number: int, aux: object) -> Gradients:
 
 
 def keep_finite(new: object, old: object, value: jax.Array) -> tuple[Any, jax.Array | None]:
-    """Return an auxiliary state, or the old one if numbers are lost, and which arrays lose some.
+    """Return the new `aux`, or the old one if numbers are lost, and which arrays lose numbers.
 
     A number is lost if it becomes NaN or infinite. The flags are `[array]`, None without arrays.
-    They are false where the loss `value` is not finite either.
+    They are false if the loss `value` is also not finite.
     """
 
     def loses(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -99,9 +99,9 @@ def count_others(
     state: SamplerState,
     are_lost: jax.Array | None,
 ) -> Gradients:
-    """Count arrays of `aux` that lose numbers, and raw gradients of leaves that do not move.
+    """Count losses of numbers in `aux`, and calls that add raw gradients to leaves not sampled.
 
-    `optax.masked` passes these on as updates.
+    `optax.masked` passes such gradients on as updates.
     """
     if are_lost is not None and past.num_lost is not None:
         past = past._replace(num_lost=_tree.count(past.num_lost, are_lost))
@@ -121,9 +121,9 @@ def count_others(
 def record_gradient(
     past: Gradients, grads: optax.Updates, value: jax.Array, before: jax.Array, state: SamplerState
 ) -> Gradients:
-    """Compare what the sampler received in one call of one chain with the gradient of the loss.
+    """Compare the gradient that the sampler received in one call with the gradient of the loss.
 
-    The sampler had received `before` gradients before the call, and has the given state after it.
+    `before` counts the gradients received before the call; `state` is the state after it.
     """
     sampled, last = None, state.last_received()
     if last is not None:
@@ -138,7 +138,7 @@ def record_gradient(
         num_pending=past.num_pending + 1,
     )
     if last is None or sampled is None:
-        none = past.num_pending * 0  # Before JAX 0.7 only this varies over chains on a mesh.
+        none = past.num_pending * 0  # Before JAX 0.7, only this form varies over chains on a mesh.
         return past._replace(pending=none + jnp.zeros_like(mark), num_pending=none)
     stats = state.stats()
     compared = _compare(past, last[1].astype(mark.dtype), stats.accepted)
@@ -146,12 +146,12 @@ def record_gradient(
 
 
 def _compare(past: Gradients, received: jax.Array, accepted: jax.Array) -> Gradients:
-    """Compare the fingerprints of the loss's gradient and of the one that was received."""
-    # For several gradients this is the mean of the norms, at least the norm of the mean.
+    """Compare the fingerprints of the gradient of the loss and of the received gradient."""
+    # For several gradients this is the mean of the norms, an upper bound of the norm of the mean.
     size, own = past.pending / past.num_pending
     norm, theirs = received
     is_one, rounding = past.num_pending == 1, TOLERANCE * size
-    # A gradient whose product with the signs is nearly zero tells nothing.
+    # A gradient whose product with the signs is nearly zero is not informative.
     is_known = accepted & jnp.all(jnp.isfinite(past.pending)) & jnp.all(jnp.isfinite(received))
     is_known &= (jnp.abs(own) > rounding / CONSTANT) & (size > SHORTEST)
     own, size = jnp.where(is_known, own, 1), jnp.where(is_known, size, 1)
@@ -184,11 +184,11 @@ def _compare(past: Gradients, received: jax.Array, accepted: jax.Array) -> Gradi
 def checks(
     seen: Gradients, stats: dict[str, np.ndarray], broken: Sequence[int] = ()
 ) -> Iterator[Check]:
-    """Test what the chains did, from the record of their gradients and their statistics.
+    """Test the chains by the record of their gradients and their statistics.
 
-    `broken` are the places of batches that gave numbers which are not finite.
+    `broken` are the indices of batches that led to non-finite numbers.
     """
-    # Bad data affect every chain; a diverging chain is alone.
+    # Bad data affect every chain; divergence affects only some.
     place = np.argmin(seen.num_nonfinite_calls)
     number, calls = int(seen.num_nonfinite_calls[place]), int(seen.num_calls[place])
     share = number / max(calls, 1)
@@ -247,9 +247,9 @@ def listed(tree: object, flags: np.ndarray) -> str:
 
 
 def require_received(seen: Gradients, aux: object):
-    """Require finite gradients at the start, which the sampler receives; a clip may act on them.
+    """Require finite gradients at the start that reach the sampler unchanged; a clip is allowed.
 
-    Some call must leave `aux` finite, and leaves that are not sampled may not move uphill.
+    At least one call must leave `aux` finite, and leaves that are not sampled may not move uphill.
     """
     lost = np.flatnonzero(~seen.starts_finite).tolist()
     if lost:
@@ -270,7 +270,7 @@ def require_received(seen: Gradients, aux: object):
 
 
 def changed(seen: Gradients) -> str:
-    """Say how gradients are changed, other than by one clip of their norm; "" if they are not."""
+    """Say how gradients are changed, except by one clip of their norm; "" if they are not."""
     is_changed = seen.num_changed > MOST_ALTERED * seen.num_compared
     if np.any(is_changed):
         ratios = seen.changed_ratio[is_changed]

@@ -1,4 +1,4 @@
-"""Mistakes in a loss: its form, a sum in place of a mean, and what its program shows."""
+"""Mistakes in a loss: its form, a sum instead of a mean, and those visible in its program."""
 
 import contextlib
 import dataclasses
@@ -22,16 +22,16 @@ from optax_smile.state import find
 
 # A loss in the form `(params, aux, key, batch) -> (loss, aux)`, see `loss_of`.
 FullLoss: TypeAlias = Callable[..., tuple[jax.Array, Any]]
-NEAR_ONE = 0.05  # A loss is a sum if its halves add up to the whole within this difference.
+NEAR_ONE = 0.05  # If the losses of halves add up to the whole within this, it is a sum.
 SUMMED = "`loss_fn` looks like a sum over the examples: divide by their number."
-# By which a mean may be divided, such as that of squares.
+# Factors by which a mean may be divided, such as 2 for squares.
 FACTORS = 0.5, 1, 2, 4
-# Batches of a list of which the terms of the loss are counted.
+# Number of batches in a list whose terms of the loss are counted.
 MOST_COUNTED = 256
-# For what is no mistake. Where a program cannot be read, the reason goes here too: the tests of the
-# package make it an error.
+# Logs notes that are not warnings, and the error if a program cannot be read. The tests of the
+# package make the latter a failure.
 LOG = logging.getLogger("optax_smile")
-# What `program.read` finds: the text of the check, its verbs if it fails or passes, and advice.
+# For each finding of `program.read`: text of the check, verbs for failure and success, advice.
 PROGRAM = {
     "penalty": (
         "`loss_fn` {} a term of the parameters alone, like weight decay or a prior.",
@@ -78,16 +78,16 @@ def loss_of(loss_fn: Callable, has_aux: bool, is_stochastic: bool) -> FullLoss:
 
 @dataclasses.dataclass
 class Losses:
-    """The losses of many chains on a batch, and what tests of the loss need to know.
+    """The losses of many chains on a batch, and the context that tests of the loss need.
 
     Attributes:
-        loss: of one chain.
+        loss: loss of one chain.
         like: shapes of one chain, with `params`, `aux` and `key`.
-        number: of chains.
+        number: number of chains.
         per_chain, mesh, specs: as for `sample`.
-        hint: advice where the loss raises.
-        settings: of the sampler; None if there is none.
-        means: what `divisors` has read, by the shapes of a batch.
+        hint: advice if the loss raises.
+        settings: settings of the sampler; None if there is none.
+        means: cache of `divisors`, by the shapes of a batch.
     """
 
     loss: FullLoss
@@ -113,7 +113,7 @@ class Losses:
 
     @property
     def num_data(self) -> object:
-        """That of the sampler, None without."""
+        """`num_data` of the sampler; None if there is no sampler."""
         return (self.settings or {}).get("num_data")
 
     def put(self, batch: object, stacked: bool = False) -> object:
@@ -122,9 +122,9 @@ class Losses:
         return batch if self.mesh is None else parallel.place_batch(batch, **given)
 
     def __call__(self, chains: Any, batch: object, params: object = None) -> np.ndarray:
-        """Compute the losses `[chain]` at the `params`, `aux` and `key` of the chains.
+        """Compute the losses `[chain]` of the chains of this process.
 
-        Or at other `params`. They are those of the chains of this process.
+        They are at the `aux`, `key` and `params` of the chains, or at other `params`.
         """
         if params is not None:
             placed = parallel.place(params, mesh=self.mesh, specs=self.specs)
@@ -153,11 +153,11 @@ class Losses:
             _check.fail(argument, rule, f"one that returns {of_chain}")
 
     def program(self, batch: object) -> Any:
-        """Return the program of the loss of one chain; None if it fails or is not to be read.
+        """Return the program of the loss of one chain; None if it cannot be traced.
 
         Its arguments are `params`, `aux` and `key` of `like`, and the batch of one chain.
         """
-        # Another loss may need arrays that are spread over devices.
+        # Other losses may need arrays that are sharded over devices.
         if self.specs is not None or self.mesh and parallel.DATA in self.mesh.shape:
             return None
         with contextlib.suppress(Exception):
@@ -184,19 +184,19 @@ def warn_of_sum(losses: Losses, chains: Any, batch: object):
 
 
 def check_mean(losses: Losses, chains: Any, batch: object) -> Check | str:
-    """Find a loss that looks like a sum: the losses of two halves add up to that of the whole.
+    """Find a loss that looks like a sum: the losses of two halves add up to the loss of the whole.
 
-    A sum passes if it is divided by a constant from the number of examples to that of its terms.
-    Returns the reason if that cannot be tested; "" if the batch is a single example or a vector, or
+    A sum passes if it is divided by a constant between the numbers of examples and of terms.
+    Returns the reason if this cannot be tested; "" if the batch is a single example or a vector, or
     the loss is random.
     """
     if chains.key is not None:
         return ""
     per_chain, mesh = losses.per_chain, losses.mesh
-    # The axis "data" of the mesh must divide the halves.
+    # The length of the axis "data" of the mesh must divide the halves.
     rows, least = num_rows(batch, per_chain), 1 if mesh is None else mesh.shape.get("data", 1)
     half = 0 if rows is None else rows // 2 // least * least
-    # Otherwise the batch may be no more than a vector that the loss compares with the parameters.
+    # Without such an array, the batch may be a vector that the loss compares with the parameters.
     has_examples = any(np.ndim(leaf) > 1 + per_chain for leaf in jax.tree.leaves(batch))
     if not half:
         is_mixed = rows is None and has_examples
@@ -220,7 +220,7 @@ def check_mean(losses: Losses, chains: Any, batch: object) -> Check | str:
     )
     is_sum = abs(ratio - 1) < NEAR_ONE
     if is_sum and (divided := divisors([batch], losses)):
-        # The loss is multiplied by the number of all data, so it must not be divided by it as well.
+        # The sampler multiplies the loss by `num_data`, so the loss must not divide by it.
         number = losses.num_data if isinstance(losses.num_data, int | float) else math.inf
         is_of_all = 2 * half < number and divided.constant / number in FACTORS
         is_sum = is_of_all or not 2 * half <= divided.constant <= FACTORS[-1] * divided.number
@@ -230,7 +230,7 @@ def check_mean(losses: Losses, chains: Any, batch: object) -> Check | str:
 def reading(function: str, *arguments: object) -> Any:
     """Call a function of `program`; None if there is no program or it fails.
 
-    It reads programs of JAX, whose parts change from version to version. That must not end a run.
+    JAX's internals change from version to version; an error here must not end a run.
     """
     if arguments[0] is None:
         return None
@@ -244,7 +244,7 @@ def reading(function: str, *arguments: object) -> Any:
 
 
 def checks(losses: Losses, chains: Any, batch: object) -> Iterator[Check]:
-    """Test the program of a loss, unless parameters are sharded."""
+    """Run the tests that read the program of a loss; some only without a mesh."""
     one = jax.tree.map(lambda x: x[0], batch) if losses.per_chain else batch
     program = losses.program(one)
     if program is None or not _settings.are_posterior(losses.settings):
@@ -255,7 +255,7 @@ def checks(losses: Losses, chains: Any, batch: object) -> Iterator[Check]:
 
 
 def _of_leaves(losses: Losses, program: Any) -> Iterator[Check]:
-    """Find leaves that the sampler moves, but for which the program of the loss has no gradient."""
+    """Find sampled leaves for which the program of the loss has no gradient."""
     params, received = losses.like.params, find(losses.like.state).last_received()
     moved, paths = _paths.names(params if received is None else received[0]), _paths.names(params)
     uses = reading("reached", program, len(paths))
@@ -268,7 +268,7 @@ def _of_leaves(losses: Losses, program: Any) -> Iterator[Check]:
     text = f"`loss_fn` depends on {', '.join(stopped)}, but has no gradient there."
     text = text if stopped else "`loss_fn` has a gradient wherever it depends on parameters."
     yield Check.of("gradients", (float(len(stopped)),), 0.0, not stopped, text, STOPPED)
-    # A log prior may depend on what the loss does not read.
+    # A log prior may depend on leaves that the loss does not read.
     if unread and (losses.settings or {}).get("log_prior") is None:
         text = f"`loss_fn` does not read {', '.join(unread)}: these are draws from the prior."
         advice = "Leave it out of the parameters, if that is not meant."
@@ -276,7 +276,7 @@ def _of_leaves(losses: Losses, program: Any) -> Iterator[Check]:
 
 
 def _of_terms(losses: Losses, program: object, chains: Any, batch: object) -> Iterator[Check]:
-    """Find what is wrong in the program of a loss, see `program.read`."""
+    """Find the mistakes of `program.read` in the program of a loss."""
     one = jax.tree.map(lambda x: x[0], chains.params)
     found = reading("read", program, one, num_examples(batch, losses.per_chain))
     if found is None:
@@ -290,13 +290,13 @@ def _of_terms(losses: Losses, program: object, chains: Any, batch: object) -> It
 
 
 def _skipped(kind: str) -> Check:
-    """Name tests that were not made, with a bound of NaN."""
+    """Make a check for tests that could not be made; its bound is NaN."""
     text = "the program of `loss_fn` cannot be read with this version of JAX."
     return Check.of(kind, (), math.nan, True, text)
 
 
 def _loses_pairs(losses: Losses, chains: Any, batch: object) -> bool:
-    """Whether an array with one number per example may be permuted without the others."""
+    """Whether permuting an array with one number per example leaves the loss unchanged."""
     axis, moved = int(losses.per_chain), reading("elsewhere", chains.params)
     leaves, structure = jax.tree.flatten(batch)
 
@@ -311,7 +311,7 @@ def _loses_pairs(losses: Losses, chains: Any, batch: object) -> bool:
         parts = leaf, np.roll(leaf, 1, axis), same
         whole, mixed, constant = (loss_with(place, part) for part in parts)
         rounding = LOSS_ROUNDING * np.abs(whole)
-        # A change of an unused array changes nothing either.
+        # Exclude unused arrays, which never change the loss.
         is_used = np.abs(constant - whole) > 10 * rounding
         if np.all(is_used & (np.abs(mixed - whole) <= rounding)):
             return True
@@ -319,13 +319,13 @@ def _loses_pairs(losses: Losses, chains: Any, batch: object) -> bool:
 
 
 class Divisors(NamedTuple):
-    """What the mean loss of a batch is divided by."""
+    """The divisors of the mean loss of a batch."""
 
-    each: np.ndarray  # Of some of the batches, `[batch]`.
-    are_terms: bool  # Whether it is the number of terms of the mean.
-    depends: bool  # Whether it depends on the batch, beyond its shapes.
-    number: float  # How many numbers the mean of the first batch is over.
-    constant: float  # By what the sum of the first batch is divided, besides; NaN if unknown.
+    each: np.ndarray  # Divisor of each of some batches, `[batch]`.
+    are_terms: bool  # Whether the divisor is the number of terms of the mean.
+    depends: bool  # Whether it depends on the contents of the batch, not only on shapes.
+    number: float  # Number of terms in the mean of the first batch.
+    constant: float  # Constant that divides the sum of the first batch; NaN if unknown.
 
 
 def some(batches: Sequence[T]) -> Sequence[T]:
@@ -334,7 +334,7 @@ def some(batches: Sequence[T]) -> Sequence[T]:
 
 
 def divisors(batches: Sequence[object], losses: Losses) -> Divisors | None:
-    """Read in the program of the loss what it is divided by; None if it does not tell."""
+    """Read the divisors of a loss from its program; None if they cannot be found."""
     each, first = [], None
     for batch in some(batches):
         rows = num_examples(batch, losses.per_chain) or 0
@@ -355,7 +355,7 @@ def divisors(batches: Sequence[object], losses: Losses) -> Divisors | None:
 
 
 def _num_terms(mean: Any, batch: object, rows: int) -> float:
-    """Count the tokens or examples that a loss is a mean of; NaN if neither fits."""
+    """Count the terms of a mean, tokens or examples; NaN if neither number fits."""
     leaves = [x for x in jax.tree.leaves(batch) if np.ndim(x) == 2]
     lengths = {x.shape[1] for x in leaves if np.issubdtype(jnp.result_type(x), np.integer)}
     # The targets of a sequence may be the sequence without its first token.

@@ -1,4 +1,4 @@
-"""What the program of a loss says about it: penalties, logits, pairs, gradients, and terms."""
+"""Read the program of a loss: find penalties, logits, pairs, gradients, and terms of the mean."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from optax_smile import _tree
 from optax_smile._types import T
 
-# Equations that run another program once, with their own inputs.
+# Equations that run another program once, with the same inputs.
 CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 CALLS |= {"checkpoint", "remat", "remat2"}
-# Linear functions of one array, which keep what is known of its entries.
+# Linear functions of one array that preserve the properties of its entries.
 LINEAR = {"broadcast_in_dim", "convert_element_type", "copy", "neg", "reduce_sum", "reshape"}
 LINEAR |= {"squeeze", "stop_gradient", "transpose"}
 SUMS, PRODUCTS = {"add", "add_any", "sub"}, {"mul", "div"}
-# Linear functions of one array if all others are known.
+# Linear functions of one array if all other arrays are known.
 WEIGHTINGS = LINEAR | SUMS | PRODUCTS | {"select_n", "dot_general"}
-MOST_TERMS = 999  # More terms of an array are not followed.
-# Multiples of the parameters at which terms are computed, and relative rounding errors.
+MOST_TERMS = 999  # Arrays with more terms are not tracked.
+# Multiples of the parameters at which terms are evaluated, and relative rounding errors.
 MULTIPLES, ROUNDING = (-1.0, 0.0, 1.0, 2.0), 1e-3
 
 
 class Mark(NamedTuple):
-    """What is known of an array in the program of a loss."""
+    """Known properties of an array in the program of a loss."""
 
     value: Any  # Its value; None if it depends on the batch.
-    terms: Sequence[Any]  # Values that do not depend on the batch, of which it is a sum.
-    # "exp", "sum" of it, "probability", such an array "shifted" as by a log-softmax, or "". For
-    # `mean_of`, how the array is a mean.
+    terms: Sequence[Any]  # Terms of the array that do not depend on the batch.
+    # "exp"; "sum" of such an array; "probability"; "shifted", as in a log-softmax of probabilities;
+    # or "". In `mean_of`, a `Mean` or a number.
     form: Any = ""
 
 
 def read(program: ClosedJaxpr, params: optax.Params, rows: int | None) -> set[str]:
-    """Read the program of a loss of `params` and of arguments that depend on the batch.
+    """Read the program of a loss; its arguments after `params` depend on the batch.
 
-    Returns what is found: `"penalty"`, a term of the parameters alone; `"logits"`, a softmax or a
-    sigmoid of probabilities; `"pairs"`, a combination of each of the `rows` with each other one.
+    Returns the findings: `"penalty"`, a term that depends only on the parameters; `"logits"`, a
+    softmax or sigmoid of probabilities; `"pairs"`, an array that combines all pairs of `rows`.
     """
     found, number = set(), len(jax.tree.leaves(params))
 
@@ -77,9 +77,9 @@ def read(program: ClosedJaxpr, params: optax.Params, rows: int | None) -> set[st
 
 
 def reached(program: ClosedJaxpr, number: int) -> list[tuple[bool, bool]]:
-    """Return of the first arguments if a loss depends on them, and if it has a gradient there.
+    """Return, for each of the first arguments, if a loss depends on it, and if it has a gradient.
 
-    A gradient that happens to be zero, such as behind a unit that is off, is one.
+    A gradient that is zero by chance, such as of an inactive unit, counts as a gradient.
     """
     shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in program.jaxpr.invars]
     places = [i for i in range(number) if _tree.is_floating(shapes[i])]
@@ -95,7 +95,7 @@ def reached(program: ClosedJaxpr, number: int) -> list[tuple[bool, bool]]:
     backwards = jax.make_jaxpr(gradients)(jax.ShapeDtypeStruct(loss.shape, loss.dtype), *shapes)
 
     def has_gradient(place: int) -> bool:
-        # Whether a change of the loss is used for it.
+        # Whether the cotangent of the loss reaches the argument.
         return dce_jaxpr(backwards.jaxpr, [place == x for x in places])[1][0]
 
     _, reads = dce_jaxpr(program.jaxpr, [True])
@@ -103,14 +103,14 @@ def reached(program: ClosedJaxpr, number: int) -> list[tuple[bool, bool]]:
 
 
 class Mean(NamedTuple):
-    """How an array is a mean: how many numbers were added, and by what their sum was divided."""
+    """A mean: the number of added terms, and the divisors of their sum."""
 
     number: float = 1
     constant: float = 1  # NaN if it is not known.
-    others: Sequence[jax.Array] = ()  # Numbers that depend on the batch.
+    others: Sequence[jax.Array] = ()  # Divisors that depend on the batch.
 
     def divided(self, name: str, factor: Any, mark: Mark) -> Mean:
-        """Return what the equation `div` or `mul` makes of it, with a known factor."""
+        """Return the mean after `div` or `mul` by a known factor."""
         power, constant, others = 1 if name == "div" else -1, 1.0, self.others
         if mark.form and math.prod(factor.aval.shape) == 1:
             others, constant = (*others, (mark.value.ravel()[0] / mark.form) ** power), mark.form
@@ -123,9 +123,9 @@ class Mean(NamedTuple):
 
 
 def mean_of(program: ClosedJaxpr, batch: object) -> tuple[Mean, Callable[[object], jax.Array]]:
-    """Return how a loss, whose last argument is the batch, is a mean, and its `others` of a batch.
+    """Return the mean in a loss, and a function that returns the product of its `others`.
 
-    These are multiplied.
+    The last argument of the loss, and that of the function, is the batch.
     """
     known, found = len(jax.tree.leaves(batch)), Mean()
     unknown = [Mark(None, [], Mean())] * (len(program.jaxpr.invars) - known)
@@ -143,7 +143,7 @@ def mean_of(program: ClosedJaxpr, batch: object) -> tuple[Mean, Callable[[object
 
 def _mean_rule(eqn, marks: list[Mark]) -> list[Mark]:
     name, unknown = eqn.primitive.name, [mark for mark in marks if mark.value is None]
-    # Of a known array: by what constant it is multiplied if it depends on the batch, else "".
+    # The form of a known array is its constant factor if it depends on the batch, else 0.
     form: Any = Mean() if unknown else max((mark.form or 0.0 for mark in marks), default=0.0)
     if form and not unknown and name not in LINEAR | {"max"}:
         factor: Any = next((x.val for x in eqn.invars if isinstance(x, Literal)), None)
@@ -151,7 +151,7 @@ def _mean_rule(eqn, marks: list[Mark]) -> list[Mark]:
         form = form * float(factor) ** (1 if name == "mul" else -1) if is_scaled else 1.0
     is_inverse = name == "div" and marks[1].value is None
     if unknown and name in WEIGHTINGS and not is_inverse and (len(unknown) == 1 or name in SUMS):
-        # Of a sum, that of the term with the most numbers.
+        # For a sum, use the mean with the largest number of terms.
         form = max((mark.form for mark in unknown), key=lambda mean: mean.number)
         if name == "reduce_sum":
             added = eqn.invars[0].aval.size / eqn.outvars[0].aval.size
@@ -163,7 +163,7 @@ def _mean_rule(eqn, marks: list[Mark]) -> list[Mark]:
 
 
 def elsewhere(params: T) -> T:
-    """Return other parameters: at a start, outputs may be equal and penalties zero."""
+    """Return other parameters, since at a start outputs may be equal and penalties zero."""
 
     def moved(x: jax.Array) -> jax.Array:
         if not _tree.is_floating(x):
@@ -174,7 +174,7 @@ def elsewhere(params: T) -> T:
 
 
 def _grows(back: float, zero: float, there: float, twice: float) -> bool:
-    """Whether a term grows like a square or an absolute value; a log standard deviation is odd."""
+    """Whether a term grows like a square or an absolute value, unlike a log standard deviation."""
     near, far = back + there - 2 * zero, twice + zero - 2 * there
     size = max(abs(there - zero), abs(twice - zero))
     is_square = abs(far - near) <= ROUNDING * size
@@ -201,7 +201,7 @@ def _combine(eqn, name: str, marks: list[Mark], form: str) -> list[Mark]:
     def apply(*values) -> jax.Array:
         return eqn.primitive.bind(*values, **eqn.params)
 
-    # What prints, or calls Python for its effects, is not run again.
+    # Equations with side effects, such as printing, are not run again.
     is_known = not eqn.effects and all(mark.value is not None for mark in marks)
     results = _run(eqn, marks) if is_known else [None] * len(eqn.outvars)
     if not results:
@@ -226,7 +226,7 @@ def _run(eqn, marks: list[Mark]) -> list[Any]:
     """Compute the results of an equation from known inputs, as a program of its own."""
     pairs = zip(eqn.invars, marks, strict=True)
     known = {x: mark.value for x, mark in pairs if not isinstance(x, Literal)}
-    # It replaces an empty program: the class of what a new one needs is public since JAX 0.10.
+    # Fill an empty program: the class for the debug info of a new one is public since JAX 0.10.
     empty = jax.make_jaxpr(lambda: ())().jaxpr
     program = empty.replace(invars=[*known], outvars=eqn.outvars, eqns=[eqn])
     return jaxpr_as_fun(ClosedJaxpr(program, ()))(*known.values())
@@ -241,7 +241,7 @@ def _inner(eqn) -> Any:
 
 
 def _follow(program: Jaxpr, constants: Sequence, given: list[Mark], rule: Callable) -> list[Mark]:
-    """Go through a program and those that it calls, and return the marks of its results."""
+    """Apply `rule` to all equations, also of called programs; return the marks of the results."""
     known = dict(zip(program.invars, given, strict=True))
     known |= {x: Mark(c, [c]) for x, c in zip(program.constvars, constants, strict=True)}
 

@@ -1,4 +1,4 @@
-"""Mistakes in the start: too few data for the parameters, steps that are too short, equal keys."""
+"""Mistakes at the start: too few data for the parameters, steps that are too short, equal keys."""
 
 import dataclasses
 import math
@@ -24,14 +24,14 @@ from optax_smile.state import MOST_RISE, find
 LossesAt: TypeAlias = Callable[[object, Any], np.ndarray | jax.Array]
 
 TOO_FEW = "Too many parameters for these data: see `optax_smile.local.curvature_precision`."
-# Angle by which the change of the gradients turns the momentum in a step of `angle_tuner`, and the
-# factor by which shorter steps of a user are too short.
+# Angle of `angle_tuner`, and the factor by which a step size of the user must be below the step of
+# that tuner to be too short.
 ANGLE, MOST_SHORT = 0.06, 10.0
 # Displacement relative to the size of the weights: losses are nearly quadratic at this distance,
 # and float32 still resolves the difference.
 DISTURBANCE = 0.02
 SEED = 0
-NUM_PAIRS = 8  # Of random directions, which estimate the trace of the squared Hessian to a third.
+NUM_PAIRS = 8  # Random directions; the error of the trace of the squared Hessian is about a third.
 STACK = "Stack a list of networks: `chains_from_weights([params, ...], num_chains=4, key=0)`."
 STARTS = dataclasses.replace(parallel.STACKED, floating=True, advice=STACK)
 WITHOUT_KEYS = "a tree of arrays of numbers [chain, ...]; a `stochastic` loss gets keys as `key=`"
@@ -46,11 +46,11 @@ def require(losses: Losses, chains: Any, batch: object):
             _check.fail("batches", "finite", "nan or inf in the first batch")
         rule = "a start at which the loss of every chain is finite"
         _check.fail("params", rule, f"{values[lost[0]]} in the chains {lost}", NOT_FINITE)
-    # Also parameters that the loss does not use.
+    # This includes parameters that the loss does not use.
     _check.Tree(finite=True)("params", chains.params)
-    # With keys, the loss of each chain has its own.
+    # With keys, each chain has its own random loss.
     if len({*values.tolist()}) < len(values) and not losses.per_chain and chains.key is None:
-        # They may differ in anything, such as the key of their noise.
+        # The chains may differ in any part of their state, such as the key of their noise.
         first = _on_host.first_alike(_on_host.local(chains))
         if copies := [chain for chain, like in enumerate(first) if like != chain]:
             rule = "chains with different starts, or a sampler or loss that draws random numbers"
@@ -62,10 +62,10 @@ def require(losses: Losses, chains: Any, batch: object):
 
 
 def rise(losses: Losses, chains: Any, batch: object) -> Iterator[Check]:
-    """Find a posterior whose draws certainly have a far larger loss than the start.
+    """Find a posterior whose draws must have a far larger loss than the start.
 
-    The test uses a lower bound for a quadratic loss: how far the loss of a network rises cannot be
-    predicted from the curvature at its start. There is no test if the bound is unknown.
+    The test uses a lower bound for a quadratic loss, since the rise of the loss of a network cannot
+    be predicted from the curvature at its start. If the bound is unknown, there is no test.
     """
     settings, params = losses.settings, chains.params
     if not settings or not {"num_data", "temperature", "prior_precision"} <= settings.keys():
@@ -77,7 +77,7 @@ def rise(losses: Losses, chains: Any, batch: object) -> Iterator[Check]:
         return
     posterior = Potential(number, max(precisions), temperature)
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(params))
-    # The largest possible value, without curvature: for most runs it suffices.
+    # For most runs, the largest possible value, without curvature, is small enough.
     excess = excess_loss(posterior, np.inf, size)
     if excess > MOST_RISE:
         moments = _moments(partial(losses, chains), batch, params, losses(chains, batch))
@@ -139,7 +139,7 @@ def _curvature_along(
 
 
 def step_size(settings: Options | None, state: object) -> Iterator[Check]:
-    """Find a step size that is far too short, as learning rates are, if the user gave one."""
+    """Find a step size of the user that is far too short, as learning rates usually are."""
     names = "mean_change_square", "num_changes", "mean_turn_rate", "change_share", "step_size"
     sampler: Any = find(state)
     stats = sampler.stats()._asdict()
@@ -147,10 +147,10 @@ def step_size(settings: Options | None, state: object) -> Iterator[Check]:
     if chooser(settings or {}) != "number" or any(x is None for x in known):
         return
     square, number, turn_rate, share, length = (np.asarray(_on_host.local(x), float) for x in known)
-    # Too short a step changes no gradient: the average turn by whole gradients is a bound.
+    # If steps are too short to change a gradient, the mean turn by whole gradients is a bound.
     rate = np.where(number > 0, np.sqrt(square), turn_rate)
     angle = ANGLE * np.minimum(0.5 / np.fmax(share, 0.5) ** 2, 1)
-    # If the change grows with the step, as without noise, a longer step turns the square of it.
+    # Without noise the change grows with the step, so the angle grows with its square.
     with np.errstate(all="ignore"):
         factor = float(np.median(np.sqrt(angle / (rate * length))))
     size, short = float(np.median(length)), factor > MOST_SHORT

@@ -1,4 +1,4 @@
-"""What a chain remembers of its calls."""
+"""State of a chain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optax_smile.state import LastUpdate, Stats, is_concrete, noise_id
 
 
 class DynamicsState(Protocol):
-    """How a chain moves: what a family of samplers adds to `ChainState`."""
+    """State of the dynamics, which each family of samplers adds to `ChainState`."""
 
     @property
     def like_params(self) -> optax.Params: ...
@@ -34,15 +34,15 @@ D = TypeVar("D", bound=DynamicsState)
 
 
 class ChainState(NamedTuple, Generic[D]):
-    """What a sampler remembers of its calls.
+    """State of any sampler inside a call of `update`.
 
     Attributes:
-        dynamics: how the chain moves, a `LangevinState` or a `MicrocanonicalState`.
+        dynamics: state of the dynamics, a `LangevinState` or a `MicrocanonicalState`.
         guardrail, probe, last_update: see their classes.
-        prior_centre: the parameters at the start, if the prior is around them; or None.
-        num_steps: steps begun, the count that a step-size schedule gets, int32.
-        key: for the noise of the next call, as raw numbers, uint32; None without noise.
-        has_lost_leaf: whether the gradient of a leaf was None in a later call than the first, bool.
+        prior_centre: the parameters at the start if they are the prior's mean, else None.
+        num_steps: number of steps begun, the argument of a step-size schedule, int32.
+        key: key for the noise of the next call, raw key data, uint32; None without noise.
+        has_lost_leaf: whether a gradient of the first call was None in a later one, bool.
         state_format: `state.STATE_FORMAT` of the version that made the state, int32.
     """
 
@@ -58,7 +58,7 @@ class ChainState(NamedTuple, Generic[D]):
 
     @property
     def like_params(self) -> optax.Params:
-        """A tree like the leaves that move, with None for the others."""
+        """A tree of the leaves that are sampled, with None for the others."""
         return self.dynamics.like_params
 
     @property
@@ -69,7 +69,7 @@ class ChainState(NamedTuple, Generic[D]):
     def stats(self) -> Stats:
         """See `state.SamplerState`."""
         number = self.last_update.num_gradients
-        # Those of one chain.
+        # The statistics of one chain.
         sizes = [math.prod(x.shape[number.ndim :]) for x in jax.tree.leaves(self.like_params)]
         array = jnp if isinstance(number, jax.Array) else np
         size: Any = array.full_like(number, min(sum(sizes), _check.LARGEST_WHOLE))

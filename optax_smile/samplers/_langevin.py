@@ -23,15 +23,15 @@ from optax_smile.stages import evidence, probe, rejection
 
 
 class Step(NamedTuple):
-    """What a rule computes its displacement from.
+    """Inputs from which a rule computes its displacement.
 
     Attributes:
         gradient: grad U, nats per unit of the parameter.
-        loss_gradient: of the mean loss, as the loop passed it.
-        displacement: of the step that ends here; zero at the start and after a rejected step.
-        step_size: of the step that begins, scalar.
-        step_ratio: `step_size` over that of the step that ends here, scalar; 0 if that was 0.
-        num_steps: steps begun before, int32.
+        loss_gradient: gradient of the mean loss, as the loop passed it.
+        displacement: displacement of the step that ends; zero at the start and after a rejection.
+        step_size: step size of the step that begins, scalar.
+        step_ratio: `step_size` / step size of the step that ends, scalar; 0 if the latter is 0.
+        num_steps: number of steps begun before, int32.
         noise: standard normal, a tree like the parameters.
     """
 
@@ -48,14 +48,14 @@ Memory = TypeVar("Memory")
 
 
 class Rule(NamedTuple, Generic[Memory]):
-    """A sampler: memory from parameters, displacement and memory from a `Step`, both pure.
+    """A sampler as two pure functions, `init` and `move`.
 
     Attributes:
         move: `move(memory, step)`, the displacement and the new memory.
         init: `init(params)`, the memory before the first call.
         is_draw: whether the step with this count, 0 for the first, ends in a draw from the
             posterior.
-        step_size: a schedule in place of the argument of the sampler; None keeps it.
+        step_size: a schedule that replaces the argument of the sampler; None keeps the argument.
     """
 
     move: Callable[[Memory, Step], tuple[optax.Updates, Memory]]
@@ -68,9 +68,9 @@ class LangevinState(NamedTuple):
     """State of the dynamics of a `Rule`.
 
     Attributes:
-        memory: of the rule, such as averages over gradients.
-        displacement: of the open step, a tree like the parameters: what the last call added, and
-            for SGHMC the velocity. Zero before the first call and after a rejected step.
+        memory: memory of the rule, such as averages over gradients.
+        displacement: of the open step, added by the last call, a tree like the parameters; for
+            SGHMC also the velocity. Zero before the first call and after a rejection.
         step_length: step size of the open step, or of the rejected one.
         step_size_factor: factor of the user's step size, scalar.
     """
@@ -88,7 +88,7 @@ class LangevinState(NamedTuple):
         return self.displacement
 
     def stats(self) -> dict[str, jax.Array]:
-        """Return what only the dynamics know of `Stats`."""
+        """Return the fields of `Stats` that only the dynamics know."""
         return {"step_size": self.step_length}
 
     def last_accepted(self, params: T) -> T:
@@ -108,7 +108,7 @@ def euler_step(step: Step, amplitude: jax.Array) -> optax.Updates:
 def inverse(roots: optax.Updates, smallest: float | jax.Array) -> optax.Updates:
     """Compute 1 / (smallest * rms + root) for each parameter; 0 where no root is above zero.
 
-    A parameter whose gradient has always been zero would otherwise take a step without bound.
+    Without the first term, a parameter whose gradient was always zero would take unbounded steps.
     """
     rms = jnp.sqrt(_tree.inner(roots, roots) / _tree.size(roots))
     seen = rms > 0
@@ -118,7 +118,7 @@ def inverse(roots: optax.Updates, smallest: float | jax.Array) -> optax.Updates:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Langevin(Dynamics[LangevinState]):
-    """Move by a rule."""
+    """Dynamics that follow a rule."""
 
     rule: Rule[Any]
 
@@ -126,7 +126,7 @@ class Langevin(Dynamics[LangevinState]):
         """Start at rest."""
         dtype, memory = _tree.dtype(params), self.rule.init(params)
         return LangevinState(
-            # The states of two samplers without memory differ in their structure.
+            # Make the states of two samplers without memory differ in their structure.
             memory={self.name: None} if memory is None else memory,
             displacement=jax.tree.map(jnp.zeros_like, params),
             step_length=jnp.asarray(self.step_size(jnp.zeros((), jnp.int32)), dtype),
@@ -136,7 +136,7 @@ class Langevin(Dynamics[LangevinState]):
     def process(
         self, call: Call, state: ChainState[LangevinState]
     ) -> tuple[optax.Updates, ChainState[LangevinState]]:
-        """Reject a step that ends in a non-finite number, else move by the rule."""
+        """Reject a step that ends in a non-finite number; otherwise move by the rule."""
         before, last, params = state.dynamics, state.last_update, call.params
         gradient = potential.gradient(call.posterior, call.updates, params)
         passed = call.updates if call.passed is None else call.passed
@@ -207,5 +207,5 @@ def _assemble(name: str, rule: Rule[Any], arguments: Options) -> Langevin:
 def sampler(
     **constraints: _check.Constraint,
 ) -> Callable[[Callable[Arguments, Rule[Any]]], Maker[Arguments]]:
-    """Make a sampler of a function that returns its rule."""
+    """Make a sampler from a function that returns its rule."""
     return _transformation.sampler(_assemble, constraints)

@@ -1,9 +1,9 @@
-"""Which leaves of the parameters a sampler moves, from `init` to the last call.
+"""Selection of the leaves of the parameters that a sampler moves.
 
-`init` fixes which leaves may move: arrays of floating-point numbers. The state has None in the
-place of all other leaves, as `equinox.filter` leaves it. Leaves whose gradient is None in the first
-call do not move: from then on the state has None in their place, as that of `optax.adamw`. A
-gradient that is missing in a later call is an error; a compiled call sets `has_lost_leaf`.
+`init` selects the candidates: arrays of floating-point numbers. The state stores None for all other
+leaves, as `equinox.filter` does. Leaves whose gradient is None in the first call do not move: the
+state then stores None for them, as `optax.adamw` does. A gradient that is missing only in a later
+call is an error; inside `jit` it sets `has_lost_leaf` instead.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ OF_INIT = "the one given to init"
 
 
 def candidates(params: object) -> optax.Params:
-    """Return the leaves that a sampler may move, with None for the others; require some."""
+    """Return the leaves that a sampler may move, with None for the others; require at least one."""
     floating = jax.tree.map(lambda x: _tree.strong(x) if _tree.is_floating(x) else None, params)
     others = jax.tree_util.tree_leaves_with_path(params)
     if others and not jax.tree.leaves(floating):
@@ -40,7 +40,7 @@ def candidates(params: object) -> optax.Params:
 def select(
     updates: optax.Updates, params: optax.Params, state: State[ChainState[Any]]
 ) -> tuple[optax.Updates, optax.Params]:
-    """Take the leaves that move, and require gradients and parameters that fit the state.
+    """Select the leaves that move, and require gradients and parameters that fit the state.
 
     The gradients are None for leaves that do not move. The parameters may have any leaves besides
     the candidates.
@@ -67,25 +67,25 @@ def select(
 
 
 def _has_begun(state: State[ChainState[Any]]) -> bool:
-    """Whether there was a call, as far as it is known: not inside compiled functions."""
+    """Whether there was a call; False inside compiled functions, where it is unknown."""
     number = state.unpack().last_update.num_gradients
     return is_concrete(number) and bool(np.any(np.asarray(number) > 0))
 
 
 def put_back(displacement: optax.Updates, updates: optax.Updates) -> optax.Updates:
-    """Make a displacement a tree like the gradients that the loop passed."""
+    """Give a displacement the structure of the gradients that the loop passed."""
 
     def leaf(move: object, gradient: Any) -> object:
         if move is not None or gradient is None:
             return move
-        # Integers have gradients without a type; adding False changes nothing.
+        # Gradients of integers have the dtype float0; as an update, False changes nothing.
         return jnp.zeros(jnp.shape(gradient), bool)
 
     return jax.tree.map(leaf, displacement, updates, is_leaf=_is_none)
 
 
 def narrowed(state: ChainState[D], fresh: ChainState[D]) -> ChainState[D]:
-    """Replace arrays of a fresh state of fewer leaves by those of a state, by path and shape."""
+    """Copy the arrays of a state to a fresh state of fewer leaves, by path and shape."""
     arrays = dict(jax.tree_util.tree_leaves_with_path(state))
 
     def leaf(path: tuple[object, ...], new: jax.Array) -> jax.Array:
@@ -98,10 +98,10 @@ def narrowed(state: ChainState[D], fresh: ChainState[D]) -> ChainState[D]:
 
 
 def only(tree: T, other: object) -> T:
-    """Put None in the place of leaves where another tree has None."""
+    """Replace leaves by None where another tree has None."""
     return jax.tree.map(lambda x, y: None if y is None else x, tree, other, is_leaf=_is_none)
 
 
 def _is_none(leaf: object) -> bool:
-    """Make None a leaf of a tree."""
+    """Whether a node is None, for `is_leaf`."""
     return leaf is None

@@ -1,6 +1,6 @@
-"""The dynamics of SMILE, pSMILE and MCLMC: one call of `update` through the stages.
+"""The dynamics of SMILE, pSMILE and MCLMC: how a call of `update` passes through the stages.
 
-For the six names of a gradient on its way see `docs/architecture.md`.
+For the six names of a gradient on this way see `docs/architecture.md`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CONSTRAINTS = {
 class MicrocanonicalState(NamedTuple):
     """State of the dynamics of `smile`, `psmile` and `mclmc`.
 
-    The state of the preconditioner is None for a scale of one.
+    The state of the preconditioner is None if the scale is one.
     """
 
     preconditioner: ScaleState | None
@@ -72,7 +72,7 @@ class MicrocanonicalState(NamedTuple):
         return 1 if self.momentum.anchor is None else 2
 
     def stats(self) -> dict[str, jax.Array]:
-        """Return what only the dynamics know of `Stats`."""
+        """Return the fields of `Stats` that only the dynamics know."""
         history, matrix = self.evidence, getattr(self.preconditioner, "matrix", None)
         width = {}
         if matrix is not None and matrix.entries is not None:
@@ -93,11 +93,11 @@ class MicrocanonicalState(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a call reads from its arrays, and the explicit noise that it draws.
+    """Results of the first pass over the arrays, and the explicit noise of the call.
 
-    `fingerprint` is that of the gradient that the loop passed. `arrived` has the entries that
-    `probe` compares, `moved` how far the last drift moved them. `heading` is the momentum after the
-    kick that closes the step, `end` describes this kick. `key` is that of the next call.
+    `fingerprint` belongs to the gradient that the loop passed. `arrived` has the entries that
+    `probe` compares, `moved` their displacement by the last drift. `heading` is the momentum after
+    the kick that closes the step, `end` describes this kick. `key` is the key of the next call.
     """
 
     sums: evidence.Sums
@@ -115,9 +115,9 @@ Chain = ChainState[MicrocanonicalState]
 
 
 class Decision(NamedTuple):
-    """What a call decides: `reject`, the heading of the next drift, the weight of the gradient.
+    """Decisions of a call: `reject`, the heading of the next drift, the weight of the gradient.
 
-    `state` is that after the call, except for the arrays that `move` writes.
+    `state` is the state after the call, except for the arrays that `move` writes.
     """
 
     reject: jax.Array
@@ -128,7 +128,7 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Microcanonical(Dynamics[MicrocanonicalState]):
-    """Move at constant speed, turned by gradients."""
+    """Dynamics at constant speed, in which gradients turn the direction."""
 
     preconditioner: Preconditioner[Any]
     momentum: Momentum
@@ -168,7 +168,7 @@ class Microcanonical(Dynamics[MicrocanonicalState]):
         return self.move(call, state, reading.noise, decision)
 
     def read(self, call: Call, state: Chain) -> Reading:
-        """Read what the decision needs, all sums in one pass over memory, and close the step."""
+        """Compute all sums that the decision needs in one pass over memory, and close the step."""
         before, scaling = state.dynamics.momentum, state.dynamics.preconditioner
         posterior, updates, params, places = call.posterior, call.updates, call.params, call.places
         key, noise_key = self.split(state.key)
@@ -191,7 +191,7 @@ class Microcanonical(Dynamics[MicrocanonicalState]):
                 pairs["noise_square"] = noise, noise
             pairs |= {"noise_dot_direction": (noise, u), "noise_dot_whitened": (noise, whitened)}
         terms = {name: jax.tree.map(jnp.multiply, *pair) for name, pair in pairs.items()}
-        # What the last drift added to the prior's energy: minus what its way back would add.
+        # The last drift added as much to the prior's energy as its reverse would subtract.
         back = jax.tree.map(jnp.negative, self.momentum.last_drift(before, inverse_scale))
         added = potential.prior_terms(posterior, params, back)
         terms["prior_change"] = jax.tree.map(jnp.negative, added)
@@ -210,7 +210,7 @@ class Microcanonical(Dynamics[MicrocanonicalState]):
     def _moved(
         self, before: MomentumState, inverse_scale: _tree.Scale, places: Places
     ) -> list[jax.Array]:
-        """How far the last drift moved the entries that `probe` compares; XLA stores no drift."""
+        """Displacement by the last drift of the entries for `probe`; XLA stores no drift."""
         if isinstance(inverse_scale, _tree.Matrix):
             return probe.entries(self.momentum.last_drift(before, inverse_scale), places)
         few = before._replace(direction=probe.entries(before.direction, places))
@@ -218,7 +218,7 @@ class Microcanonical(Dynamics[MicrocanonicalState]):
         return jax.tree.leaves(self.momentum.last_drift(few, few_scales))
 
     def decide(self, call: Call, state: Chain, reading: Reading) -> Decision:
-        """Accept or reject the step that ends, and choose the next; of the trees sketches alone."""
+        """Accept or reject the step that ends, and choose the next, without reading trees."""
         momentum, sums, posterior = self.momentum, reading.sums, call.posterior
         before, history, end = state.dynamics.momentum, state.dynamics.evidence, reading.end
 
@@ -278,7 +278,7 @@ class Microcanonical(Dynamics[MicrocanonicalState]):
     def move(
         self, call: Call, state: Chain, noise: optax.Updates | None, decision: Decision
     ) -> tuple[optax.Updates, Chain]:
-        """Write every array in a second pass, in which the gradient is computed again.
+        """Write all arrays in a second pass, which computes the gradient of the energy again.
 
         A rejected call returns to where its step began.
         """
@@ -339,5 +339,5 @@ def _momentum(preconditioner: Preconditioner[Any], arguments: Options) -> Moment
 def sampler(
     fixed: Mapping[str, object] = _check.NOTHING, **constraints: _check.Constraint
 ) -> Callable[[Callable[Arguments, Preconditioner[Any]]], Maker[Arguments]]:
-    """Make a sampler of a function that returns its preconditioner."""
+    """Make a sampler from a function that returns its preconditioner."""
     return _transformation.sampler(_assemble, CONSTRAINTS | constraints, fixed)

@@ -1,6 +1,6 @@
 """From the definition of a sampler to the transformation that a loop calls.
 
-A transformation checks what the loop passes and adapts it to the dynamics, which move.
+A transformation checks the arguments from the loop and converts them for the dynamics.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ POSTERIOR: dict[str, _check.Constraint] = {
 }
 # Constraints of the arguments that all samplers share.
 SHARED = POSTERIOR | {"step_size": _check.STEP_SIZE}
-# Wrong names under which loops pass the mean loss; other keywords are for other parts of a chain.
+# Wrong names for the mean loss; other keywords may be for other parts of a chain.
 MISNAMED = ("losses", "loss_value", "mean_loss", "val", "values")
 STATE = "what `init` or `update` of"
 
@@ -53,10 +53,10 @@ def sampler(
 ) -> Callable[[Definition[Arguments, Particular]], Maker[Arguments]]:
     """Turn the definition of a sampler into the function that users call.
 
-    The definition is a function with the arguments and the docstring of the sampler. It returns
-    what is particular to the sampler, such as the rule by which it moves, from which
-    `assemble(name, particular, arguments)` makes the dynamics. The `constraints` come besides those
-    of `SHARED`; `fixed` are arguments that the definition does not have.
+    The definition is a function with the arguments and the docstring of the sampler. It returns the
+    part that is specific to the sampler, such as its rule. `assemble(name, particular, arguments)`
+    makes the dynamics from it. `constraints` are added to those of `SHARED`; `fixed` are arguments
+    that the definition does not have.
     """
 
     def decorate(define: Definition[Arguments, Particular]) -> Maker[Arguments]:
@@ -67,7 +67,8 @@ def sampler(
         @_check.arguments(name, **rules)
         @functools.wraps(define)
         def build(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Dynamics[Any]:
-            # First, so that Python's own errors about missing arguments name the function.
+            # Call this first, so that Python's own errors about missing arguments name the
+            # function.
             particular = define(*args, **kwargs)
             return assemble(name, particular, {**fixed, **_bound(signature, args, kwargs)})
 
@@ -87,7 +88,7 @@ def sampler(
             update = _update(dynamics, _compiled(dynamics.update, given))
             return optax.GradientTransformationExtraArgs(reporting, update)
 
-        # Users see the type that they get, not that of the definition.
+        # Show users the return type of the sampler, not that of the definition.
         returned = optax.GradientTransformationExtraArgs
         make.__annotations__ = define.__annotations__ | {"return": returned}
         text = f"optax.{returned.__name__}"
@@ -98,14 +99,14 @@ def sampler(
 
 
 def _bound(signature: inspect.Signature, args: tuple, kwargs: Options) -> Options:
-    """Arguments of a call by name, defaults included."""
+    """Return the arguments of a call by name, defaults included."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
 
 
 def _compiled(update: Callable, arguments: Mapping[str, object]) -> Callable:
-    """Compile `update` where a loop calls it outside of `jax.jit`.
+    """Compile `update` if a loop calls it outside of `jax.jit`.
 
     Not inside `optax.inject_hyperparams`, which passes arrays and builds a sampler in every call.
     """
@@ -126,7 +127,7 @@ def _compiled(update: Callable, arguments: Mapping[str, object]) -> Callable:
 
 
 def _update(dynamics: Dynamics[Any], run: Callable) -> Callable:
-    """Make the `update` that a loop calls: check its arguments, then run the call."""
+    """Make the `update` for loops: check the arguments, then run the call."""
     name = f"{dynamics.name}.update"
 
     @_check.called(name)
@@ -158,15 +159,14 @@ def _update(dynamics: Dynamics[Any], run: Callable) -> Callable:
 
 
 class Call(NamedTuple):
-    """What one call receives; its trees have only the leaves that move, None for the others.
+    """Arguments of a call; its trees have only the leaves that move, None for the others.
 
     Attributes:
-        posterior: with the prior's mean of the chain.
+        posterior: the posterior, with the prior's mean of this chain.
         updates, value: gradient and mean loss, with `log_prior` if there is one.
-        passed: gradient as the loop passed it, if that is not `updates`.
-        reject: whether the loop rejects the open step, which no counter of the state shows; or
-            None.
-        places: where the entries of each leaf lie, see `_places`.
+        passed: gradient as the loop passed it, if it differs from `updates`.
+        reject: whether the loop rejects the open step, which the state does not count; or None.
+        places: positions of the entries of each leaf, see `_places`.
     """
 
     posterior: potential.Potential
@@ -183,12 +183,12 @@ class Dynamics(Generic[D]):
     """A sampler. The families implement `begin` and `process`.
 
     Attributes:
-        name: of the sampler.
-        posterior: that it samples.
-        step_size: a schedule of the number of steps.
+        name: name of the sampler.
+        posterior: the posterior to sample.
+        step_size: schedule, a function of the step count.
         seed: key of the noise; None without noise.
         is_draw: whether the step with a count, 0 for the first, ends in a draw.
-        chosen: arguments that the sampler chose, where the user gave None.
+        chosen: values that the sampler chose for arguments that are None.
     """
 
     name: str
@@ -203,7 +203,7 @@ class Dynamics(Generic[D]):
         raise NotImplementedError
 
     def is_elementwise(self, state: ChainState[D]) -> bool:
-        """Return whether `process` does the same to each entry, wherever it lies in the tree."""
+        """Return whether `process` treats all entries alike, in whichever leaf they are."""
         return False
 
     def process(self, call: Call, state: ChainState[D]) -> tuple[optax.Updates, ChainState[D]]:
@@ -243,7 +243,7 @@ class Dynamics(Generic[D]):
         value: jax.Array | None,
         reject: jax.Array | None = None,
     ) -> tuple[optax.Updates, State[ChainState[D]]]:
-        """One call, on trees of arrays: gradients and parameters have None for leaves at rest."""
+        """Make one call; gradients and parameters have None for leaves that do not move."""
         known = packed.like_params
         expected = jax.eval_shape(self.init, known)
         if jax.tree.structure(packed) != jax.tree.structure(expected):
@@ -263,7 +263,7 @@ class Dynamics(Generic[D]):
         call = Call(posterior, updates, passed, params, value, reject, places)
         process = _joined.around(self.process) if self.is_elementwise(state) else self.process
         displacement, after = process(call, state._replace(prior_centre=None))
-        # A float64 argument does not widen the state.
+        # `pack` casts to the dtypes of the state, which a float64 argument must not widen.
         return displacement, packed.pack(after._replace(prior_centre=state.prior_centre))
 
     def split(self, data: jax.Array | None) -> tuple[jax.Array | None, Any]:
@@ -287,7 +287,7 @@ def posterior_of(arguments: Options) -> Potential:
 
 
 def mean_loss(value: Any, loss: Any, others: Mapping[str, object]) -> Any:
-    """Require one scalar mean loss, under one of its two names, or none; `others` are keywords."""
+    """Require at most one mean loss, a scalar under either name; `others` are further keywords."""
     if value is not None and loss is not None:
         advice = "Both are the mean loss: pass it once."
         _check.fail("loss", "left out where `value` is given", _check.show(loss), advice)
@@ -310,7 +310,7 @@ def schedule(step_size: StepSize) -> optax.Schedule:
     if not callable(step_size):
         return lambda count: step_size
 
-    # It is called later.
+    # The schedule is called later, so store the name of the user's function.
     @_check.called(_check.function_name())
     def size(count: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
         number = step_size(count)
@@ -318,7 +318,7 @@ def schedule(step_size: StepSize) -> optax.Schedule:
         if not is_number or isinstance(number, bool):
             rule = "a schedule that gives a number for each count of steps"
             _check.fail("step_size", rule, f"one that gives {_check.show(number)}")
-        # The dynamics reject the step of a traced one.
+        # If the number is traced, the dynamics reject the step.
         if not isinstance(number, jax.core.Tracer) and np.less(number, 0):
             rule = "a schedule that gives no number below 0"
             _check.fail("step_size", rule, f"one that gives {number}")

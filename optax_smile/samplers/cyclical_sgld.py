@@ -12,7 +12,7 @@ from optax_smile._types import LogPrior, PriorMean, StepSize
 from optax_smile.samplers import _langevin, _transformation
 from optax_smile.samplers._langevin import Rule, Step
 
-# 5,000 steps per cycle and a third of each for the search, as Sommer et al. 2026 ran it.
+# 5,000 steps per cycle, a third of it exploration, as in Sommer et al. 2026.
 TOTAL_STEPS = 20_000
 NUM_CYCLES = 4
 EXPLORATION = 0.33
@@ -41,7 +41,7 @@ def cyclical_sgld(
         eps_k = eps / 2 (1 + cos(pi r)),  r = (k mod K) / K,  K = ceil(total_steps / num_cycles)
         theta <- theta - eps_k grad U + sqrt(2 eps_k) z where r >= exploration, else without z
 
-    Points of the exploration are no draws: `stats(state).is_draw` is False there, and `sample`
+    Points of the exploration are not draws: `stats(state).is_draw` is False there, and `sample`
     keeps none of them.
 
     Args:
@@ -72,14 +72,14 @@ def cyclical_sgld(
     cycle_length = -(-total_steps // num_cycles)
 
     def is_draw(count: jax.Array) -> jax.Array:
-        # A hundredth of a step keeps the boundary where it is under rounding.
+        # A hundredth of a step keeps rounding from moving the boundary.
         in_cycle = jnp.asarray(count) % cycle_length + 0.01
         return (in_cycle >= exploration * cycle_length) & (count >= 0)
 
     def size(count: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
         largest = schedule(count)
         place = (jnp.asarray(count) % cycle_length) / cycle_length
-        # (1 + cos(pi r)) / 2, which would lose its digits at the end of a cycle.
+        # Equal to (1 + cos(pi r)) / 2, which would cancel at the end of a cycle.
         return largest * jnp.cos(jnp.pi / 2 * place) ** 2
 
     def move(memory: None, step: Step) -> tuple[optax.Updates, None]:

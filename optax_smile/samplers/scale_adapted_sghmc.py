@@ -1,4 +1,4 @@
-"""SGHMC with a mass per parameter, measured during the burn-in."""
+"""SGHMC with one mass per parameter, measured during the burn-in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optax_smile._types import LogPrior, PriorMean, StepSize
 from optax_smile.samplers import _langevin
 from optax_smile.samplers._langevin import Rule, Step
 
-# Keeps the root of a parameter's squared gradient off zero, in units of that of the mean square.
+# Added to the root of a parameter's squared gradient, in units of the root of the mean.
 SMALLEST_ROOT = 1e-3
 
 

@@ -13,9 +13,9 @@ from optax_smile._types import LogPrior, PriorMean, StepSize
 from optax_smile.samplers import _langevin
 from optax_smile.samplers._langevin import Rule, Step
 
-# Of the moving average of squared gradients; Li et al. 2016.
+# Decay of the moving average of squared gradients; Li et al. 2016.
 SQUARE_DECAY = 0.99
-# Keeps the root of a parameter's average off zero, in units of the root of the mean average.
+# Added to the root of a parameter's average, in units of the root of the mean average.
 SMALLEST_ROOT = 1e-3
 
 
@@ -24,7 +24,7 @@ class SquareAverage(NamedTuple):
 
     Attributes:
         gradient_square: the average without debiasing, a tree like the parameters.
-        start_weight: weight that its start at zero still has, decay^t, scalar.
+        start_weight: remaining weight of the initial value 0, decay^t, scalar.
     """
 
     gradient_square: optax.Updates

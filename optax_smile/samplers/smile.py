@@ -72,7 +72,7 @@ def smile(
             if its `Norm` is elementwise.
         matrices: for `norm="spectral"`, a function of a tree like the parameters. It returns such a
             tree of `optax.contrib.MuonDimensionNumbers`, the axes of rows and columns, and of None
-            for leaves that are no matrices; these move along their own momentum. None: the last
+            for leaves that are not matrices; these move along their own momentum. None: the last
             axis of a leaf with at least two axes has the columns, all others the rows.
 
             For the other arguments, the return value and the errors see `psmile`.
@@ -241,12 +241,12 @@ def psmile(
 
     With at most `largest_matrix` parameters, the scale becomes a matrix from the second window on:
     theta <- theta + eps A u, and A^T grad U turns u. A A^T is the inverse of the mean of g g^T up
-    to a factor, shrunk towards that of the window before. So the sampler also evens out
-    correlations, such as those of the features of a regression. If the posterior is round in these
-    coordinates, its mean curvature tells how wide it is. The default step size is then such that
-    the momentum lasts for twice this width, see `angle_tuner`. If whole gradients turn u by the
-    angle k in a step, the kicks of the leapfrog are longer by the factor 1 + k^2 / 12: otherwise
-    long steps would widen the posterior.
+    to a factor, shrunk towards that of the window before. So the sampler also removes correlations,
+    such as those of the features of a regression. If the posterior is round in these coordinates,
+    its width follows from the mean curvature. With the default step size, the momentum then lasts
+    for twice this width, see `angle_tuner`. If whole gradients turn u by the angle k in a step, the
+    kicks of the leapfrog are longer by the factor 1 + k^2 / 12: otherwise long steps would widen
+    the posterior.
 
     With `decoherence_length=None`, q is instead the mean of (g - g_before)^2 / 2, where g_before is
     the gradient of the step before. This measures mainly the noise of the gradients, as in the

@@ -1,8 +1,8 @@
-"""What a call of `update` measures, and the averages from which the stages decide.
+"""Measurements of a call of `update`, and the averages on which the stages base decisions.
 
 A call computes inner products of its trees, the energy that the step gained, and the rates at which
 the gradient and its change turn the momentum. Stages exchange the types of this module: `Evidence`
-describes one call, `EvidenceState` what a chain remembers of the calls before.
+describes one call, `EvidenceState` has the averages over the calls before.
 """
 
 from __future__ import annotations
@@ -19,29 +19,27 @@ from optax_smile import _sums, _tree, potential
 from optax_smile._places import Places
 from optax_smile._sums import Sketch
 
-# Averages of the gradients cover this share of all calls, so they settle as a chain goes on, but no
-# more than this many calls: float32 loses smaller weights.
+# Averages of the gradients cover this share of all calls, so their fluctuations decrease, but at
+# most this many calls: float32 loses smaller weights.
 SHARE, LONGEST_AVERAGE = 0.25, 2**22
 # Weight of the old value in the averages of the energy error; 1 - beta in the paper.
 ENERGY_DECAY = 0.99
-# With fewer energies their averages decide nothing.
+# Number of energies before their averages are used.
 ENERGIES_TO_SETTLE = 10
-# An energy enters its averages with at most this many times the outlier threshold, so that one jump
-# does not open the test for the next ones, and with at most this many nats: float32 holds their
-# square.
+# An energy counts in its averages as at most this many times the outlier threshold, so that the
+# test stays strict after a jump, and as at most this many nats: float32 holds their square.
 WINSOR_FACTOR, LARGEST_ENERGY = 3.0, 1e18
-# Where no `reject_quantile` is set, the outlier threshold is this quantile.
+# Without a `reject_quantile`, the outlier threshold is this quantile.
 WINSOR_QUANTILE = 0.98
-# A gradient enters its averages with at most this many times the average, so that one jump cannot
+# A gradient counts in its averages as at most this many times the average, so that one jump cannot
 # stop the chain.
 LARGEST_RATIO = 3.0
 # A gradient along the momentum does not turn it; this share of it still counts.
 SMALLEST_SHARE = 0.03
-# Shorter steps, in units in the last place of the parameters' norm, are lost when they are added to
-# the parameters; after steps shorter than the second number times that, the change of a gradient is
-# mostly rounding.
+# Rounding loses steps shorter than this many units in the last place of the parameters' norm. If a
+# step is less than `SMALLEST_STEP` times as long, the change of a gradient is mostly rounding.
 RESOLUTION_ULPS, SMALLEST_STEP = 4, 30.0
-# A loss gradient of zero is ignored for this many calls; later it may be all there is.
+# A loss gradient of zero is ignored during this many calls; later it may be correct.
 PATIENCE = 100
 # A converged chain exceeds this `descent_score` by chance in less than one in a hundred cases.
 ON_ITS_WAY = 3.0
@@ -50,8 +48,8 @@ ON_ITS_WAY = 3.0
 class Sums(NamedTuple):
     """Inner products over all parameters of the trees of a call, 0 for missing ones.
 
-    `direction_square` is u . u, which rounding keeps off 1. `prior_change` is what the last drift
-    added to the prior's part of the energy, nats.
+    `direction_square` is u . u, 1 up to rounding. `prior_change` is the change of the prior's part
+    of the energy by the last drift, nats.
     """
 
     direction_square: jax.Array
@@ -96,18 +94,18 @@ def measure(
 
 
 class StepEnd(NamedTuple):
-    """The place of a call inside a step, and the kick that closes one.
+    """Position of a call inside a step, and the kick that closes a step.
 
     Attributes:
         is_end: whether the parameters are the end of the open step.
-        opens_step: whether the next kick begins a step: at the end of one, or where none is open.
+        opens_step: whether the next kick begins a step: one has ended, or none is open.
         kinetic_change: energy gained by the closing kick, nats.
-        step_length: of the open step.
+        step_length: step size of the open step.
         turn_rate: angle per unit length by which the gradient turns the momentum.
         cosine: between the velocity and the descent direction, before the kick.
         largest_fall: energy that the drift would have lost along the descent direction, nats.
-        turning_norm: norm of a gradient that turns the momentum by one radian per unit length if it
-            lies across it: d - 1 for a Euclidean norm.
+        turning_norm: norm of a gradient orthogonal to the momentum that turns it by one radian per
+            unit length: d - 1 for a Euclidean norm.
         rate_square: see `Momentum.kick_factor`.
         num_parameters: d.
     """
@@ -127,9 +125,9 @@ class StepEnd(NamedTuple):
 def turn_rate(sums: Sums, moving: jax.Array, rest: int) -> jax.Array:
     """Compute |g| / rest max(1 - max(p, 0)^2, 0.03), rest = d - 1, at which a gradient turns u.
 
-    Far from a mode, u points down the gradient and p = cos(u, -g) is about one: a large gradient
-    turns u by little, and counting all of it would make the steps too short to arrive. Near a mode
-    p is about zero. Uphill (p < 0) small deviations from -1 grow, so the whole gradient counts.
+    Far from a mode, u points down the gradient, so p = cos(u, -g) is about 1. A large gradient then
+    hardly turns u; if all of it counted, the steps would be too short to reach the mode. Near a
+    mode p is about 0. Uphill (p < 0), deviations from -1 grow, so the whole gradient counts.
     """
     share = jnp.maximum(1 - jnp.maximum(sums.cosine(moving), 0) ** 2, SMALLEST_SHARE)
     return jnp.sqrt(sums.whitened_square) / rest * share
@@ -139,12 +137,11 @@ class OpenStep(NamedTuple):
     """Terms of the energy that the open step has gained so far.
 
     Attributes:
-        opening_value: mean loss at its start, on the batch of the call that opened it; valid where
-            `opening_known`.
-        opening_known: whether that call had one.
+        opening_value: mean loss at the start of the step, on the batch of the call that opened it;
+            valid if `opening_known`.
+        opening_known: whether that call received a loss.
         kinetic_change: kinetic energy that its kicks have added so far, nats.
-        prior_change: what its drifts, except the last, have added to the prior's part of the
-            energy, nats.
+        prior_change: change of the prior's part of the energy by its drifts except the last, nats.
     """
 
     opening_value: jax.Array
@@ -155,7 +152,7 @@ class OpenStep(NamedTuple):
     def advance(
         self, end: StepEnd, opening_kick: float | jax.Array, sums: Sums, value: jax.Array | None
     ) -> OpenStep:
-        """Add the kicks and the drift of a call; start again where the call opens a step.
+        """Add the kicks and the drift of a call; reset if the call opens a step.
 
         `opening_kick` is the energy that the opening kick gains, nats.
         """
@@ -175,9 +172,9 @@ class EnergyError(NamedTuple):
 
     Attributes:
         change: nats, positive = gained; NaN unless `known`.
-        known: whether a step was closed, had a value at both ends, and its energy is finite.
-        all_finite: whether every number that the call received is finite, and the energy of a step
-            that ends.
+        known: whether a step has ended, with a loss at both ends and a finite energy.
+        all_finite: whether all numbers that the call received, and the energy if a step ends, are
+            finite.
     """
 
     change: jax.Array
@@ -192,7 +189,7 @@ def energy_error(
     sums: Sums,
     value: jax.Array | None,
 ) -> EnergyError:
-    """Compute the energy that the open step gained, if it ends here and both ends had a value."""
+    """Compute the energy gained by the open step, if it ends here with a loss at both ends."""
     given = jnp.stack([*sums, end.kinetic_change, *(() if value is None else (value,))])
     finite = jnp.all(jnp.isfinite(given))
     if value is None:
@@ -207,12 +204,12 @@ def energy_error(
 
 
 class EnergyAverages(NamedTuple):
-    """Moving averages of |energy change| in nats, over the steps where it is known.
+    """Moving averages of |energy change| in nats, over the steps for which it is known.
 
     Attributes:
-        energy_mean: weighted mean, scalar; 0 before the first.
-        energy_std: weighted standard deviation about the mean at the time, scalar.
-        num_energies: how many entered, int32.
+        energy_mean: weighted mean, scalar; 0 before the first entry.
+        energy_std: weighted standard deviation, scalar.
+        num_energies: number of entries, int32.
     """
 
     energy_mean: jax.Array
@@ -228,8 +225,8 @@ class EnergyAverages(NamedTuple):
 
         Wilson and Hilferty 1931: mean (1 - r^2 / 9 + z r / 3)^3 with r = std / mean = shape^(-1/2)
         and the normal quantile z, clamped at 0. For z > 0 it grows with r up to r = 3 z / 2 and
-        then falls below zero. Heavier tails keep the largest value: a jump among the first energies
-        makes the outlier test lenient for a while, but never rejects every step.
+        then falls below zero. For larger r the maximum is used: after a jump among the first
+        energies the outlier test is lenient for a while, but it never rejects every step.
         """
         z = jax.scipy.special.ndtri(jnp.asarray(probability, self.energy_mean.dtype))
         mean = self.energy_mean
@@ -238,18 +235,18 @@ class EnergyAverages(NamedTuple):
         return mean * jnp.maximum(1 - ratio**2 / 9 + z * ratio / 3, 0) ** 3
 
     def is_outlier(self, error: EnergyError, reject_quantile: float | None) -> jax.Array | bool:
-        """Whether |energy change| exceeds this quantile of those before it; None: never."""
+        """Whether |energy change| exceeds this quantile of the earlier ones; None: never."""
         if reject_quantile is None:
             return False
         threshold = self.quantile(reject_quantile)
         return error.known & self.settled() & (jnp.abs(error.change) > threshold)
 
     def observe(self, error: EnergyError, reject_quantile: float | None) -> EnergyAverages:
-        """Add |energy change| where it is known.
+        """Add |energy change| if it is known.
 
         mean <- mean + w (energy - mean), variance <- (1 - w) variance + w (energy - mean)^2 with
         w = (1 - a) / (1 - a^t), a = `ENERGY_DECAY`: bias-corrected exponential averages. An energy
-        enters with at most `WINSOR_FACTOR` times the `reject_quantile`; None: `WINSOR_QUANTILE`.
+        counts as at most `WINSOR_FACTOR` times the `reject_quantile`; None: `WINSOR_QUANTILE`.
         """
         energy, known = jnp.minimum(jnp.abs(error.change), LARGEST_ENERGY), error.known
         count = _tree.count(self.num_energies, known)
@@ -268,10 +265,10 @@ class EnergyAverages(NamedTuple):
 
 
 def _average(mean: jax.Array, new: jax.Array, count: jax.Array, enters: jax.Array) -> jax.Array:
-    """Average over the last `SHARE` of all entries, of which this one is number `count`."""
+    """Average over the last `SHARE` of all entries; the new one is number `count`."""
     number = jnp.minimum(SHARE * jnp.maximum(count, 1), LONGEST_AVERAGE)
     weight = jnp.minimum(1 / number, 1)
-    # Not mean + weight * (new - mean), which would lose a small number after a huge mean.
+    # Not mean + weight * (new - mean), which would lose small numbers after a huge mean.
     return jnp.where(enters, (1 - weight) * mean + weight * new, mean).astype(mean.dtype)
 
 
@@ -279,8 +276,8 @@ class TurnAverage(NamedTuple):
     """Average of the rate at which the whitened gradients turn the momentum.
 
     Attributes:
-        mean_turn_rate: radians per unit length, scalar; 0 before the first gradient.
-        num_turns: gradients that entered, int32.
+        mean_turn_rate: average in radians per unit length, scalar; 0 before the first gradient.
+        num_turns: number of gradients in the average, int32.
         num_outlying: gradients of accepted calls with a reduced weight, int32.
     """
 
@@ -291,9 +288,8 @@ class TurnAverage(NamedTuple):
     def trust(self, rate: jax.Array, sums: Sums, num_gradients: jax.Array) -> jax.Array:
         """Weight of a gradient: less than 1 if it is outlying, 0 if it carries no information.
 
-        It carries none if its square is below the normal numbers. In the first calls, where the
-        prior alone would throw the chain out of its mode, this also holds for a loss gradient of
-        zero.
+        It carries none if its square is a denormal number. In the first calls this also holds for a
+        loss gradient of zero, since the prior alone would drive the chain away from its mode.
         """
         largest = LARGEST_RATIO * self.mean_turn_rate
         bounded = (self.num_turns > 0) & (rate > largest)
@@ -307,7 +303,7 @@ class TurnAverage(NamedTuple):
         """Add the rate of one gradient, if the call is accepted.
 
         mean <- (1 - w) mean + w trust rate with w = 1 / (SHARE t), at most 1, after t gradients.
-        The first four replace the average, so even an absurd first gradient is forgotten.
+        The first four replace the average, so that even an extreme first gradient is forgotten.
         """
         evident = accepted & (trust > 0)
         count = _tree.count(self.num_turns, evident)
@@ -319,17 +315,17 @@ class TurnAverage(NamedTuple):
 
 
 class ChangeAverage(NamedTuple):
-    """How much the whitened gradient changes from one step end to the next.
+    """Averages of the change of the whitened gradient from one step end to the next.
 
     Attributes:
-        sketch: of the gradient at the last step end, see `_sums.sums_and_sketch`.
+        sketch: sketch of the gradient at the last step end, see `_sums.sums_and_sketch`.
         last_square: (|g| / (d - 1))^2 there, the square of an angle per unit length, scalar.
-        is_comparable: whether the next step end can be compared with it: the call was accepted, and
-            the scale has not changed since.
+        is_comparable: whether the next step end can be compared with the last: the call was
+            accepted, and the scale has not changed since.
         mean_change_square: average of (|g - g_before| / (d - 1))^2 / 2, scalar.
         mean_gradient_square: average of the mean of (|g| / (d - 1))^2 and the one before, scalar.
         kurtosis: average of the square of (|g - g_before|^2 / its average), at least 1, scalar.
-        num_changes: step ends that entered, int32.
+        num_changes: number of changes in the averages, int32.
     """
 
     sketch: Sketch
@@ -341,7 +337,7 @@ class ChangeAverage(NamedTuple):
     num_changes: jax.Array
 
     def share(self) -> jax.Array:
-        """Share of the change in the gradient's square; NaN before the first."""
+        """Mean squared change over mean squared gradient; NaN before the first change."""
         known = (self.num_changes > 0) & (self.mean_gradient_square > 0)
         gradient_square = jnp.where(known, self.mean_gradient_square, 1)
         return jnp.where(known, self.mean_change_square / gradient_square, jnp.nan)
@@ -349,19 +345,20 @@ class ChangeAverage(NamedTuple):
     def observe(
         self, sketch: Sketch, end: StepEnd, sums: Sums, accepted: jax.Array, counts: jax.Array
     ) -> tuple[ChangeAverage, jax.Array]:
-        """Compare the gradient with the one at the last step end, if both calls are accepted.
+        """Compare the gradient with that at the last step end, if both calls are accepted.
 
-        `counts` says whether the gradient carries information, and its step was long enough to show
-        in it: the change after a shorter step is rounding.
+        `counts` is true if the gradient carries information, and its step was so long that the
+        change is more than rounding.
 
         Returns:
             The averages, and the angle per unit length by which this change turns the momentum; 0
-            if it does not enter.
+            if unknown.
         """
         unit = end.turning_norm**2
         square = _sums.distance_square(sketch, self.sketch) / 2 / unit
         gradient_square = sums.whitened_square / unit
-        # Smaller squares underflow: an average of 0 would give all changes the weight 0.
+        # Exclude squares that underflow: after an average of 0, all changes would have the weight
+        # 0.
         is_evident = (square >= jnp.finfo(square.dtype).tiny) & jnp.isfinite(square)
         enters = self.is_comparable & end.is_end & accepted & counts & is_evident
         most = LARGEST_RATIO**2 * self.mean_change_square
@@ -391,10 +388,10 @@ class DescentAverage(NamedTuple):
     Attributes:
         energy_fall: energy that a drift loses according to the gradient at its end, eps |g| cos
             of the angle between u and -g, nats, scalar.
-        fall_square: square of what it would be along the gradient, over d, nats^2, scalar.
-        descent_score: energy lost, in standard deviations of what a converged chain loses by
+        fall_square: square of that energy for a drift along -g, divided by d, nats^2, scalar.
+        descent_score: energy lost, in standard deviations of the loss of a converged chain by
             chance, scalar.
-        on_its_way: whether that is more than `ON_ITS_WAY`.
+        on_its_way: whether `descent_score` is more than `ON_ITS_WAY`.
     """
 
     energy_fall: jax.Array
@@ -407,9 +404,9 @@ class DescentAverage(NamedTuple):
     ) -> DescentAverage:
         """Add the drift that ended with a gradient, if the gradient counts.
 
-        Over the last n = t / 4 of t gradients a chain at rest in its posterior loses no energy on
-        average. What it loses by chance comes from the noise of the gradients, of variance v in
-        each, and from its own energy, of variance d / 2 there, at most n^2 v.
+        Over the last n = t / 4 of t gradients, a converged chain loses no energy on average. By
+        chance it loses energy with the variance n v + min(d / 2, n^2 v): noise of variance v in
+        each gradient, and fluctuations of its own energy.
         """
         count, enters = turns.num_turns, accepted & (trust > 0)
         most = jnp.minimum(trust * end.largest_fall, LARGEST_ENERGY)
@@ -417,7 +414,8 @@ class DescentAverage(NamedTuple):
         square = _average(self.fall_square, most**2 / end.num_parameters, count, enters)
         number = jnp.minimum(SHARE * count.astype(square.dtype), LONGEST_AVERAGE)
         own = jnp.minimum(number**2 * square, end.num_parameters / 2)
-        # The weights of `_average` give it the variance of a mean over n (2 - SHARE) equal weights.
+        # With the weights of `_average`, it has the variance of an equally weighted mean of n (2 -
+        # SHARE).
         deviation = jnp.sqrt(own + number * square / (2 - SHARE))
         score = number * fall / jnp.where(deviation > 0, deviation, 1)
         score = jnp.where(deviation > 0, score, 0).astype(fall.dtype)
@@ -425,7 +423,7 @@ class DescentAverage(NamedTuple):
 
 
 class EvidenceState(NamedTuple):
-    """What a chain remembers of its past calls."""
+    """Averages of a chain over its past calls."""
 
     open_step: OpenStep
     energies: EnergyAverages
@@ -436,7 +434,7 @@ class EvidenceState(NamedTuple):
 
 def init(params: optax.Params) -> EvidenceState:
     """Begin without any calls."""
-    # A buffer for each number: loops donate the state.
+    # Each number needs its own buffer, since loops donate the state.
     kinds = _tree.dtype(params), jnp.int32, bool
     zero, none, no = (partial(jnp.zeros, (), kind) for kind in kinds)
     return EvidenceState(
@@ -456,10 +454,10 @@ class GradientWeight(NamedTuple):
     Attributes:
         trust: factor for its deviation, in (0, 1], less than 1 if it is outlying; 0 if it carries
             no information.
-        counts: whether it enters: it carries information, and an accepted call opens a step.
-        restart: whether the chain is still on its way, so that averages say nothing about the
-            posterior and begin again.
-        square: squared norm of its deviation; 0 without one.
+        counts: whether it enters averages: it carries information, and an accepted call opens a
+            step.
+        restart: whether the chain is still on its way to the posterior: averages must begin again.
+        square: squared norm of its deviation; 0 if there is none.
     """
 
     trust: jax.Array
@@ -469,21 +467,22 @@ class GradientWeight(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What is known after one call; the tuner decides from it.
+    """Results of one call, from which the tuner chooses the step size.
 
-    What was measured, and its average:
+    Measurements and their averages:
 
     | attribute     | in this call                                                | average    |
     |---------------|-------------------------------------------------------------|------------|
     | `error`       | energy error of the step that ended                         | `energies` |
     | `turn_rate`   | angle per unit length by which the gradient turns u         | `turns`    |
-    | `change_rate` | the same for its change since the last step end, 0 if none  | `changes`  |
+    | `change_rate` | the same for the change of the gradient since the last step | `changes`  |
+    |               | end; 0 if it was not measured                               |            |
     |               | energy that the drift lost                                  | `descent`  |
 
-    The averages include this call if it is accepted; `energies` has only the steps before it.
+    The averages include this call if it is accepted; `energies` includes only earlier steps.
 
     Attributes:
-        weight: of this gradient in averages.
+        weight: weight of this gradient in averages.
         num_gradients: calls of `update` before this one, int32.
         base: the user's step size, which the tuner's factor multiplies.
         resolution: step size below which the parameters stop moving in their precision.
@@ -508,11 +507,11 @@ class Evidence(NamedTuple):
     def rates(self) -> tuple[jax.Array, jax.Array, float | jax.Array]:
         """Return the rates for explicit noise, see `Momentum.diffuse`.
 
-        Average angles per unit length by which u turns, by whole gradients and by their change. The
-        first is at least a third of the present one: where the first gradients were very small, in
-        a mode, the average lags behind for long. The second is the first until it is known. The
-        third is one over the width of the posterior, times the share of the gradient that stays
-        from step to step; 0 until the width is known.
+        The first two are the average angles per unit length by which whole gradients and their
+        change turn u. The first is at least a third of the rate of this call, since the average
+        lags behind if the chain starts in a mode, with very small gradients. The second equals the
+        first until it is known. The third is the share of the gradient that stays from step to
+        step, divided by the width of the posterior; 0 until the width is known.
         """
         least = jnp.where(self.weight.trust > 0, self.turn_rate, 0) / LARGEST_RATIO
         turn = jnp.maximum(self.turns.mean_turn_rate, least)
@@ -525,7 +524,7 @@ class Evidence(NamedTuple):
 
 
 def resolution(params_square: jax.Array) -> jax.Array:
-    """Length of the shortest step that still moves parameters of this squared norm."""
+    """Length of the shortest step that changes parameters of this squared norm."""
     return RESOLUTION_ULPS * jnp.finfo(params_square.dtype).eps * jnp.sqrt(params_square)
 
 
@@ -539,11 +538,11 @@ def collect(
     num_gradients: jax.Array,
     accepted: jax.Array,
 ) -> Evidence:
-    """Add what a call measured to the averages.
+    """Add the measurements of a call to the averages.
 
     `history` has the averages before the call, `base` is the user's step size, `num_gradients`
-    counts the calls before. A rejected call leaves these averages as they are;
-    `energies` also gets the steps that are rejected, from the caller.
+    counts earlier calls. A rejected call does not change these averages. Only `energies` includes
+    rejected steps, which the caller adds.
     """
     shortest = resolution(sums.params_square)
     trust = history.turns.trust(end.turn_rate, sums, num_gradients)

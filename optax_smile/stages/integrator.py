@@ -2,7 +2,7 @@
 
 A **kick** turns p by the gradient g of the energy, a **drift** moves the parameters along the
 velocity v = grad ||p||, which the state calls `direction`. The product of g and v is a **slope**.
-`Norm` is what depends on the norm of p, `Momentum` what does not.
+`Norm` has the code that depends on the norm of p, `Momentum` the rest.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Scheme(NamedTuple):
 
     Attributes:
         kicks: lengths of the kicks, one more than drifts, sum 1.
-        drifts: lengths of the drifts, sum 1. Each takes one gradient. At most two: whether it is
-            one or two is read from the state, see `gradients_per_step`.
-        heat: by how much long steps widen a posterior, see `Momentum.kick_factor`.
+        drifts: lengths of the drifts, sum 1. Each takes one gradient. One or two, since the number
+            is read from the state, see `gradients_per_step`.
+        heat: coefficient of the widening of a posterior by long steps, see `Momentum.kick_factor`.
     """
 
     kicks: tuple[float, ...]
@@ -48,30 +48,30 @@ IntegratorName = Literal["leapfrog", "minimal_norm"]
 # Rules for the decoherence length, see `Momentum.diffuse`.
 Noise = Literal["matched", "turning"]
 Decoherence = float | jax.Array | Noise
-# The square of the angle of matched noise has the factor 1 + `DILUTION` / d: among few parameters
-# the gradient noise of a single one is a large part of all, and more isotropic noise makes up for
-# it. It is at most `MOST_DILUTED` times the square of the angle by which whole gradients turn u.
+# The squared angle of matched noise has the factor 1 + `DILUTION` / d: with few parameters, the
+# gradient noise of a single one is a large part of the total, so more isotropic noise is needed. It
+# is at most `MOST_DILUTED` times the squared angle by which whole gradients turn u.
 DILUTION, MOST_DILUTED = 40, 2
-# After this many half decoherence lengths in one step, u is a fresh direction anyway.
+# Bound on the exponent in half decoherence lengths; after as many, u is a new random direction.
 FORGOTTEN = 40.0
-# Angle, in radians, of the smallest kick that shows in the velocity: the change after a smaller one
-# is mostly rounding. Most by which a kick raises the log of the momentum's norm.
+# Smallest kick, an angle in radians, that visibly changes the velocity: after smaller ones, the
+# change is mostly rounding. Largest increase of the log of the momentum's norm by a kick.
 SMALLEST_KICK, LARGEST_GROWTH = 1e-2, 30.0
 Number = float | jax.Array
 Lengths = tuple[jax.Array, jax.Array]
 
 
 class MomentumState(NamedTuple):
-    """Where the chain is inside a step.
+    """Position and momentum of the chain inside a step.
 
     Attributes:
         direction: velocity v of the last drift, a tree like the parameters.
-        moving: False at rest, at the start and after a rejection; the momentum is then ignored.
-        drift_index: number of drifts done since the step was opened; 0 if no step is open.
-        step_length: step size of the open step; if none is open, that proposed for the next one.
+        moving: False for a chain at rest, at the start and after a rejection; it has no momentum.
+        drift_index: number of drifts since the step was opened; 0 if no step is open.
+        step_length: step size of the open step; if none is open, of the next one.
         anchor: parameters at the start of the open step; None for an integrator with a single
-            drift, which can be undone with `direction`.
-        conjugate: momentum p; None for a Euclidean norm, whose momentum is the velocity.
+            drift, since `direction` suffices to undo it.
+        conjugate: momentum p; None for a Euclidean norm, where it equals the velocity.
     """
 
     direction: optax.Updates
@@ -92,10 +92,10 @@ def step_start(state: MomentumState, params: T, inverse_scale: _tree.Scale) -> T
 
 
 def drift(direction: optax.Updates, length: jax.Array, inverse_scale: _tree.Scale) -> optax.Updates:
-    """Displacement: length times v in whitened coordinates, over s in the parameters.
+    """Displacement of the parameters: length times v in whitened coordinates, divided by s.
 
-    That of a negative length is the exact negative, to the bit: `displace` undoes a step by it. It
-    works entry by entry, also on parts of a tree.
+    For the negative length it is the exact negative, by which `displace` undoes a step. It works
+    entry by entry, also on parts of a tree.
     """
     moved = jax.tree.map(lambda u: (length * u).astype(u.dtype), direction)
     return _tree.scaled(moved, inverse_scale)
@@ -106,16 +106,16 @@ class Heading(NamedTuple):
 
     Attributes:
         moving: whether there is a momentum.
-        turn_rate: angle per unit length by which the gradient g turns it.
-        turning_norm: length of a gradient that turns it by one radian if it lies across it.
-        along_old: coefficient of p over `old_norm`.
+        turn_rate: angle per unit length by which the gradient g turns the momentum.
+        turning_norm: see `evidence.StepEnd`.
+        along_old: coefficient of p / `old_norm`.
         along_descent: coefficient of e.
         gradient_norm: length of g, nats per unit length.
-        old_norm: of the tree p, which rounding keeps off 1.
-        along_noise: coefficient of z, which is no unit vector.
-        cosine: between the momentum and e, for a closed form.
-        velocity: tree of the velocity; None if that is the momentum.
-        opening_energy: that `Norm.open` adds, if `Norm.close` has found it, nats.
+        old_norm: norm of the tree p, 1 up to rounding.
+        along_noise: coefficient of z, which is not normalized.
+        cosine: cosine between the momentum and e, for closed forms.
+        velocity: tree of the velocity; None if it equals the momentum.
+        opening_energy: energy gained by the opening kick, if `Norm.close` computes it, nats.
     """
 
     moving: jax.Array
@@ -132,7 +132,7 @@ class Heading(NamedTuple):
 
 
 def over(number: Number, norm: Number) -> jax.Array:
-    """Divide by a norm; 0 where that is 0."""
+    """Divide by a norm; 0 where the norm is 0."""
     return jnp.where(norm > 0, number / jnp.where(norm > 0, norm, 1), 0)
 
 
@@ -141,14 +141,14 @@ class Norm:
 
         theta' = v = grad ||p||,    p' = -||p|| grad U / (d - 1)
 
-    With gradients of all data, this keeps the posterior for every norm. For a norm of your own,
+    With gradients of all data, this preserves the posterior for every norm. For a norm of your own,
     inherit from this class, override `velocity`, and pass an instance as `norm=` to `smile`, with
     `decoherence_length=None`. All methods are pure functions that JAX can trace.
 
     Attributes:
-        is_elementwise: whether it sees all entries alike, whichever leaf they are in. Then small
-            leaves may be joined, and `smile` takes a preconditioner.
-        angle: that of the default tuner; None: that of `angle_tuner`.
+        is_elementwise: whether it treats all entries alike, in whichever leaf they are. Then small
+            leaves may be joined, and `smile` accepts a preconditioner.
+        angle: angle of the default tuner; None: the default of `angle_tuner`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -163,15 +163,15 @@ class Norm:
     angle: ClassVar[float | None] = None
 
     def velocity(self, momentum: optax.Updates) -> optax.Updates:
-        """Return grad ||p||, a tree like p, the same for p and for 2 p; 0 if all of p is 0.
+        """Return grad ||p||, a tree like p; it is the same for p and 2 p, and 0 if p is 0.
 
-        Called by `close`, and by `init` for its shapes. If it has the Euclidean length one, step
-        sizes are Euclidean lengths.
+        Called by `close`, and by `init` for its shapes. If its Euclidean length is one, step sizes
+        are Euclidean lengths.
         """
         raise NotImplementedError
 
     def init(self, params: optax.Params) -> optax.Updates | None:
-        """Return the first momentum, 0, before any call; None if `close` needs no tree."""
+        """Return the initial momentum, 0; None if `close` needs no tree."""
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         rule = "a norm whose `velocity` takes and returns a tree like the parameters"
         with _check.called("smile"):
@@ -187,27 +187,27 @@ class Norm:
         sums: Sums,
         lengths: Lengths,
     ) -> tuple[Heading, jax.Array]:
-        """Kick after a drift, and return also the energy that this adds, nats.
+        """Kick after a drift; return the new momentum and the energy that the kick adds, nats.
 
-        Called before `diffuse` and `open`, and before it is decided whether the step is accepted.
-        Trees are formed here alone. This class kicks by slopes, <g, v>. It also makes the kick that
-        opens the next step, so that a call computes one velocity. Both together are, for a length
-        s, p <- p - tau g / (d - 1), and dtau / ds = f(tau), the norm on its way. From the slopes of
-        f at both ends, a and b = -<g, v> / (d - 1),
+        Called before `diffuse` and `open`, and before the step is accepted or rejected. Only this
+        method computes trees. Here it also makes the kick that opens the next step, so that a call
+        computes one velocity. The kicks of the total length s are p <- p - tau g / (d - 1) with
+        dtau / ds = f(tau), the norm relative to the first. With the slopes of f at both ends, a and
+        b = -<g, v> / (d - 1),
 
             tau = (exp(a s) - 1) / a,    f(t) = 1 + a t + (b - a) t^2 / (2 tau)
 
-        to second order in s, and to all orders if g is along p. The slopes are the work that drifts
-        along v do, so that the energy stays conserved where v is inexact. With f = <p, v> it would
-        not. Where the chain is at rest, p becomes -g.
+        to second order in s, and to all orders if g is along p. The slopes are the work of drifts
+        along v, so the energy is conserved even if v is inexact; with f = <p, v> it would not be.
+        If the chain is at rest, p becomes -g.
 
         Args:
             momentum: p after the last call, see `init`.
             moving: False for a chain at rest, which has no momentum.
             whitened: gradient g in the coordinates of the chain.
             sums: products of g, the velocity and the noise.
-            lengths: of this kick, and of the opening one if its step is as long as the last; 0 for
-                no kick.
+            lengths: lengths of this kick and of the opening kick, if the next step is as long as
+                the last; 0 for no kick.
         """
         rest, (closing, opening) = _tree.size(whitened) - 1, lengths
         slope = -sums.direction_dot_whitened / rest
@@ -225,7 +225,7 @@ class Norm:
         pairs = (new, velocity), (whitened, velocity)
         norm, product = _sums.sums([jax.tree.map(jnp.multiply, *pair) for pair in pairs])
         scale, size = jnp.where(norm > 0, norm, 1), jnp.sqrt(sums.whitened_square)
-        # The square of an angle per length, as |g|^2 / (d - 1)^2 for a Euclidean norm.
+        # Square of an angle per unit length, like |g|^2 / (d - 1)^2 for a Euclidean norm.
         bend = jnp.maximum(-product / rest - slope, 0) / jnp.where(time > 0, time, 1)
 
         def energy_at(at: jax.Array) -> jax.Array:
@@ -245,16 +245,16 @@ class Norm:
         ), energy
 
     def diffuse(self, heading: Heading, amplitude: jax.Array, sums: Sums) -> Heading:
-        """Add explicit noise, `amplitude` times z; a norm without this method has none.
+        """Add explicit noise, `amplitude` times z; norms without this method have no noise.
 
-        Called between the kicks. Isotropic noise keeps the posterior for the Euclidean norm alone.
+        Called between kicks. Isotropic noise preserves the posterior only for the Euclidean norm.
         """
         raise NotImplementedError
 
     def open(self, heading: Heading, length: jax.Array) -> tuple[Heading, Number]:
-        """Kick before a drift, and return also the energy that this adds, nats.
+        """Kick before a drift; return the new momentum and the energy that the kick adds, nats.
 
-        Called last in every call, with a length of 0 inside a step. Here `close` has done it.
+        Called last in every call, with length 0 inside a step. Here `close` includes this kick.
         """
         return heading, heading.opening_energy
 
@@ -263,15 +263,15 @@ class Norm:
 
 
 class Euclidean(Norm):
-    """The Euclidean norm: p is its own velocity, a unit vector u. Kicks need no other trees."""
+    """The Euclidean norm: momentum and velocity are a unit vector u. Kicks need no other trees."""
 
     is_elementwise = True
 
     def init(self, params: optax.Params) -> None:
-        """Keep no other tree."""
+        """Return None: no other tree is needed."""
 
     def close(self, momentum, moving, whitened, sums, lengths) -> tuple[Heading, jax.Array]:
-        """Kick as `open` does."""
+        """Kick in the same way as `open`."""
         cosine, rest = sums.cosine(moving), _tree.size(whitened) - 1
         before = Heading(
             moving=moving,
@@ -286,7 +286,7 @@ class Euclidean(Norm):
         return self.open(before, lengths[0])
 
     def diffuse(self, heading: Heading, amplitude: jax.Array, sums: Sums) -> Heading:
-        """Make u (u + nu z) / |u + nu z|; z / |z| if the chain is at rest."""
+        """Replace u by (u + nu z) / |u + nu z|; by z / |z| if the chain is at rest."""
         amplitude = jnp.where(heading.moving, amplitude, 1)
         along_u = over(sums.noise_dot_direction, heading.old_norm)
         along_e = -over(sums.noise_dot_whitened, heading.gradient_norm)
@@ -308,8 +308,8 @@ class Euclidean(Norm):
         D = length |g| / (d - 1). Written with z = exp(-D), which cannot overflow. u = 0 becomes e,
         and p = -1 stays (Robnik et al. 2023, Microcanonical Hamiltonian Monte Carlo; with the sign
         of e that the published code has, not the one of Sommer et al. 2026, appendix on the
-        integrator). The energy is (d - 1) log(cosh D + p sinh D), to all digits. Two kicks with one
-        gradient are one kick of their total length.
+        integrator). The energy is (d - 1) log(cosh D + p sinh D), computed without cancellation.
+        Two kicks with one gradient are one kick of their total length.
         """
         delta = length * heading.gradient_norm / heading.turning_norm
         p, z = heading.cosine, jnp.exp(-delta)
@@ -338,7 +338,7 @@ class Momentum:
     Attributes:
         scheme: the order of kicks and drifts.
         norm: of the momentum.
-        decoherence_length: of the explicit noise, > 0, `"matched"` or `"turning"`; None for none.
+        decoherence_length: > 0, `"matched"` or `"turning"`; None: no explicit noise.
     """
 
     scheme: Scheme
@@ -358,20 +358,20 @@ class Momentum:
         )
 
     def _length(self, fractions: tuple[float, ...], state: MomentumState) -> jax.Array:
-        """Length that belongs to the place inside the step; 0 if no step is open."""
+        """Length at the current position inside the step; 0 if no step is open."""
         table = jnp.asarray((0.0, *fractions), state.step_length.dtype)
         return table[state.drift_index] * state.step_length
 
     def kick_factor(
         self, step_length: jax.Array, rate_square: jax.Array | None, num_parameters: int
     ) -> Number:
-        """Compute the factor of a kick's length that keeps long steps from widening the posterior.
+        """Compute a factor of the kicks that keeps long steps from widening the posterior.
 
-        A kick turns u by less than its length times the gradient, since u turns no further than to
-        e. The leapfrog then acts as if the temperature were higher by (1 + 2 / d) k^2 / 12, where
-        k^2 is the mean square of eps |g| / d. In a round Gaussian with isotropic noise this is the
-        leading error of the variances at the ends of steps. `"minimal_norm"` hardly has one.
-        `step_length` is eps, `rate_square` the mean square of |g| / (d - 1) where that is known.
+        A kick turns u by less than its length times the gradient, since u cannot turn past e. The
+        leapfrog then acts as if the temperature were higher by the fraction (1 + 2 / d) k^2 / 12,
+        where k^2 is the mean square of eps |g| / d. In a round Gaussian with isotropic noise this
+        is the leading error of the variances. For `"minimal_norm"` it is negligible. `step_length`
+        is eps, `rate_square` is the mean square of |g| / (d - 1), if known.
         """
         if rate_square is None or not self.scheme.heat or not isinstance(self.norm, Euclidean):
             return 1.0
@@ -379,7 +379,7 @@ class Momentum:
         return 1 + self.scheme.heat * relative * jnp.minimum(rate_square * step_length**2, 1)
 
     def last_drift(self, state: MomentumState, inverse_scale: _tree.Scale) -> optax.Updates:
-        """Displacement of the drift that ends where a call begins; zero if no step is open."""
+        """Displacement of the drift before this call; zero if no step is open."""
         return drift(state.direction, self._length(self.scheme.drifts, state), inverse_scale)
 
     def close(
@@ -389,7 +389,7 @@ class Momentum:
         sums: Sums,
         rate_square: jax.Array | None,
     ) -> tuple[Heading, StepEnd]:
-        """Kick after the last drift, the end of a step or its middle; none if no step is open.
+        """Kick after a drift, at the end of a step or inside it; no kick if no step is open.
 
         For `rate_square` see `kick_factor`.
         """
@@ -399,7 +399,7 @@ class Momentum:
         opening = self._length((*[0.0] * (num_drifts - 1), self.scheme.kicks[0]), state)
         opens_step = state.drift_index % num_drifts == 0
         if num_drifts == 1:
-            # The compiler leaves out what would follow inside a step.
+            # A constant lets the compiler remove code for calls inside a step.
             opens_step = jnp.ones_like(opens_step)
         given = state.conjugate, state.moving, whitened, sums
         heading, kinetic_change = self.norm.close(*given, (length, opening))
@@ -420,11 +420,11 @@ class Momentum:
     def diffuse(
         self, end: StepEnd, heading: Heading, sums: Sums, measured: Evidence, temperature: Number
     ) -> Heading:
-        """Add explicit isotropic noise where a step has just ended; draw p if the chain is at rest.
+        """Add explicit isotropic noise if a step has just ended; draw p if the chain is at rest.
 
         u <- (u + nu z) / |u + nu z|, nu^2 = (exp(x) - 1) / d, z of covariance I
-        (Robnik and Seljak 2024, Fluctuation without dissipation). With the step size eps, and the
-        rates R and r at which whole gradients and their change turn u, and F:
+        (Robnik and Seljak 2024, Fluctuation without dissipation). Here eps is the step size, and R,
+        r and F are the rates of `Evidence.rates`:
 
         | decoherence_length | x                                                        |
         |--------------------|----------------------------------------------------------|
@@ -432,11 +432,10 @@ class Momentum:
         | `"turning"`        | 2 eps R, so L is the radius of the curve that u follows  |
         | `"matched"`        | (eps min(T, 1))^2 min((1 + 40 / d) r^2, 2 R^2) + 2 eps F |
 
-        F is 0 unless the width of the posterior is known, see `Evidence.rates`: where gradients
-        have little noise, the momentum would last too long. Matched noise falls with the
-        temperature T, since it costs loss in all directions: cold chains explore by the noise of
-        the gradients. Noise between the kicks of one step would show in its energy error as
-        eps^(3/2).
+        F is 0 unless the width of the posterior is known. It shortens the memory of the momentum if
+        gradients have little noise. Matched noise decreases with the temperature T, since it raises
+        the loss in all directions: cold chains explore by the noise of the gradients. Noise between
+        the kicks of one step would add an energy error of order eps^(3/2).
         """
         rule, size = self.decoherence_length, end.num_parameters
         if rule is None:
@@ -459,7 +458,7 @@ class Momentum:
     def open(
         self, end: StepEnd, heading: Heading, step_length: jax.Array
     ) -> tuple[Heading, Number]:
-        """Kick with the first kick of a step, none inside one, and return also its energy, nats."""
+        """Make the first kick of a step; inside a step, none. Return also its energy, nats."""
         length = self.scheme.kicks[0] * step_length.astype(end.step_length.dtype)
         length *= self.kick_factor(step_length, end.rate_square, end.num_parameters)
         return self.norm.open(heading, jnp.where(end.opens_step, length, 0))
@@ -467,9 +466,9 @@ class Momentum:
     def proceed(
         self, state: MomentumState, heading: Heading, step_length: jax.Array, reject: jax.Array
     ) -> MomentumState:
-        """Count the next drift, or rest if the call is rejected; the trees stay.
+        """Count the next drift, or rest if the call is rejected, without changing the trees.
 
-        `step_length` is that of a step that begins here; a step under way keeps its own.
+        `step_length` is for a step that begins here; an open step keeps its own.
         """
         drift_index = state.drift_index % len(self.scheme.drifts) + 1
         begins = reject | (drift_index == 1)
@@ -490,7 +489,7 @@ class Momentum:
         noise: optax.Updates | None,
         params: optax.Params,
     ) -> MomentumState:
-        """Write the trees of a heading; a rejected call keeps those that were."""
+        """Write the trees of a heading; a rejected call keeps the old ones."""
         along_old = over(heading.along_old, heading.old_norm)
         descent = over(heading.along_descent, heading.gradient_norm)
         old = before.direction, before.conjugate
@@ -514,11 +513,11 @@ class Momentum:
         params: optax.Params,
         inverse_scale: _tree.Scale,
     ) -> optax.Updates:
-        """Displacement that a call returns: the next drift, or the way back to the step's start.
+        """Displacement that a call returns: the next drift, or the return to the step's start.
 
-        The way back of a single drift is that drift with its sign changed, by the same operations
-        on the same numbers: a rejected call changes neither `direction` nor the scale. Computed in
-        another way it would miss the start by many units in the last place.
+        The return of a single drift is the negative drift, by the same operations on the same
+        numbers: a rejected call changes neither `direction` nor the scale. If it were computed in
+        another way, it would miss the start by many units in the last place.
         """
         forth = self._length(self.scheme.drifts, after)
         if before.anchor is None:

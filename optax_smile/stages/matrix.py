@@ -1,8 +1,8 @@
-"""A scale that is a full matrix, for posteriors of some hundred parameters.
+"""A scale that is a full matrix, for posteriors of up to a few hundred parameters.
 
-Where the noise of the gradients has the covariance C, coordinates theta = A phi with A A^T = C^-1
-make it isotropic. They also make a posterior round whose curvature is proportional to C, as that of
-a regression. In round coordinates one number, the mean curvature, tells how wide the posterior is.
+If the gradient noise has the covariance C, it is isotropic in coordinates theta = A phi with A A^T
+= C^-1. If the curvature of the posterior is proportional to C, as in a regression, the posterior is
+also round in these coordinates. Then a single number, the mean curvature, determines its width.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import optax
 from optax_smile import _tree
 from optax_smile.stages.scale import MeanSquare, MeanSquareState
 
-# Largest number of parameters of which `psmile` measures a matrix.
+# Largest number of parameters for which `psmile` measures a matrix.
 LARGEST = 256
-# Weight, in gradients of a window per parameter, of the matrix of the window before.
+# Weight of the previous window's matrix, in gradients per parameter.
 LAST_MATRIX = 4
-# In no direction does the second moment fall below this share of its mean: in a network the
-# flattest directions are straight for short distances only.
+# Lower bound of the second moment in any direction, relative to its mean: in a network, the
+# flattest directions are straight only over short distances.
 SMALLEST_MOMENT = 1e-3
-# A width that grows from one window to the next by a factor counts as this power of it larger.
+# A width that changes by a factor between windows is multiplied by this power of the factor.
 EXTRAPOLATION = 3
 
 
 class MatrixState(NamedTuple):
-    """The matrix in use, the next one, and how curved the energy is in its coordinates phi.
+    """The matrix in use, the next one, and the curvature of the energy in the coordinates phi.
 
-    With many parameters the arrays are None, and the numbers stay as they are.
+    With many parameters, the arrays are None and the numbers do not change.
 
     Attributes:
         entries: A, `[entry, entry]`, in the order of the leaves.
@@ -41,10 +41,10 @@ class MatrixState(NamedTuple):
             all entries and the open window, scalar.
         mean_before: the same in earlier windows, scalar.
         position: phi relative to the start of the window, `[entry]`.
-        mean_position, mean_force: of phi and of the whitened gradients over the open window.
+        mean_position, mean_force: means of phi and of the whitened gradients in the open window.
         covariance: sum of (phi - mean) . (gradient - mean) over the open window, nats.
         spread: sum of |phi - mean|^2 over the open window.
-        last_width: that of the window before, not extrapolated; inf if unknown.
+        last_width: width in the previous window, not extrapolated; inf if unknown.
         width: see `Preconditioner.width`, extrapolated.
     """
 
@@ -66,7 +66,7 @@ def _begin(
 ) -> MatrixState:
     """Begin a window in the coordinates of a matrix."""
     zero, zeros = jnp.zeros_like(mean), jnp.zeros_like(matrix, shape=len(matrix))
-    # A buffer for each: loops donate the state.
+    # Each needs its own buffer, since loops donate the state.
     return MatrixState(
         entries=matrix,
         next_entries=jnp.copy(matrix),
@@ -86,22 +86,22 @@ def _begin(
 class FullMatrix(MeanSquare):
     """Measure the second moment of the gradients, or of their noise, as a full matrix.
 
-    The first window is that of `MeanSquare`, and its scale that of the second window. Then, with
-    the whitened gradients w = A^T g of a window of n gradients, or (g - g_before) / sqrt(2),
+    The first window is as in `MeanSquare`, and gives the scale of the second. After a later window
+    of n gradients g, or of (g - g_before) / sqrt(2), with the whitened gradients w = A^T g,
 
         A <- c A M^(-1/2),    M = (4 d + sum of w w^T / m) / (4 d + n)
 
-    where m is the mean of w^2 over the windows before, and c keeps it. Directions that a window
-    does not show keep their scale. A rank-one update per gradient computes A M^(-1/2), up to a
-    rotation, without a decomposition (the square root form of recursive least squares, Potter
+    where m is the mean of w^2 over earlier windows, and c preserves it. Directions without
+    gradients in a window keep their scale. A rank-one update per gradient computes A M^(-1/2), up
+    to a rotation, without a decomposition (the square root form of recursive least squares, Potter
     1963). In no direction does the second moment fall below .001 of its mean.
 
-    The width of the posterior comes from the slope h of the gradient over the position,
-    sum of (phi - mean) . (w - mean) / sum of |phi - mean|^2, which is the mean curvature even where
-    the chain has seen only a part of the posterior: sqrt(d / h). If it changed by a factor f since
-    the last window, there is more to see, and it counts as f^3 times as large.
+    The width of the posterior is sqrt(d / h) with h = sum of (phi - mean) . (w - mean) / sum of
+    |phi - mean|^2, the slope of the gradient over the position. This is the mean curvature even if
+    the chain has explored only a part of the posterior. If the width changed by a factor f since
+    the last window, more remains to be explored, and the width is multiplied by f^3.
 
-    With more than `largest` parameters it is a `MeanSquare`.
+    With more than `largest` parameters, this is the same as `MeanSquare`.
     """
 
     largest: int = LARGEST
@@ -112,7 +112,7 @@ class FullMatrix(MeanSquare):
         one, infinite = jnp.ones((), dtype), jnp.full((), jnp.inf, dtype)
         is_small = _tree.size(params) <= self.largest
         ones = jax.tree.map(lambda x: jnp.ones_like(x, dtype), params)
-        # The placeholder of `optax.tree.map_params` has no leaves.
+        # `optax.tree.map_params` passes a placeholder without leaves.
         flat = _tree.flat(ones) if is_small and jax.tree.leaves(params) else jnp.zeros(0, dtype)
         matrix = _begin(jnp.diag(flat), one, infinite, jnp.copy(infinite))
         if not is_small:
@@ -137,7 +137,7 @@ class FullMatrix(MeanSquare):
         new = self._measure(old, deviation, count, enters & ~is_first)
         new, width = _locate(new, force, _tree.flat(drift), count, enters)
 
-        # The mean of the whitened squares stays.
+        # The mean of the whitened squares is preserved.
         prior = LAST_MATRIX * len(force)
         smoothed = (prior * new.mean_before + count * new.mean_whitened) / (prior + count)
         factor = jnp.sqrt((prior + count) / prior * smoothed / new.mean_before)
@@ -155,13 +155,13 @@ class FullMatrix(MeanSquare):
     def _measure(
         self, state: MatrixState, deviation: jax.Array, count: jax.Array, enters: jax.Array
     ) -> MatrixState:
-        """Add the deviation of a gradient, the one of number `count` in its window."""
+        """Add the deviation of a gradient, number `count` in its window."""
         if self.differences:
             deviation *= math.sqrt(0.5)
         size, before = len(deviation), state.mean_before
         square = jnp.mean(_tree.product(deviation, state.entries) ** 2)
         mean = (1 - 1 / count) * state.mean_whitened + square / count
-        # In one entry after the other the second moment stays away from zero.
+        # Add a constant to one entry after the other, so that no second moment gets too small.
         is_raised = jnp.arange(size) == count % size
         floor = jnp.sqrt(SMALLEST_MOMENT * size * before) * is_raised
         scaled = (deviation + floor) / jnp.sqrt(LAST_MATRIX * size * before)
@@ -177,9 +177,9 @@ class FullMatrix(MeanSquare):
 def _locate(
     state: MatrixState, force: jax.Array, drift: jax.Array, count: jax.Array, enters: jax.Array
 ) -> tuple[MatrixState, jax.Array]:
-    """Add a place and the whitened gradient there to the regression of gradients over places.
+    """Add a position and its whitened gradient to the regression of gradients on positions.
 
-    Returns also the width that follows from the slope.
+    Returns also the width that corresponds to the slope.
     """
     position, rate = state.position + drift, 1 / count
     moved = jnp.where(enters, position - state.mean_position, 0)

@@ -1,7 +1,7 @@
-"""Which steps are rejected.
+"""Rejection of steps.
 
 Every sampler rejects a step that ends in a non-finite number. With a `reject_quantile` it also
-rejects a step whose energy error is an outlier among those before it.
+rejects a step whose energy error is an outlier compared with earlier ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import optax
 
 from optax_smile import _tree
 
-# A few non-finite inputs are accidents of a batch. From the fifth in a row on, the step size may be
+# A few non-finite inputs may come from bad batches. From the fifth in a row, the step size may be
 # the cause: it is halved, down to a sixteenth, until a hundred calls in a row are finite.
 TOLERATED_NONFINITE = 4
 SMALLEST_BACKOFF = 1 / 16
@@ -26,8 +26,8 @@ class GuardrailState(NamedTuple):
 
     Attributes:
         nonfinite_run: non-finite calls in a row.
-        finite_run: finite calls since the last such call.
-        step_backoff: factor of the step size after too many of them, scalar in [1/16, 1].
+        finite_run: finite calls since the last non-finite call.
+        step_backoff: factor of the step size after too many non-finite calls, scalar in [1/16, 1].
     """
 
     num_rejected: jax.Array
@@ -51,9 +51,9 @@ def judge(
 ) -> tuple[GuardrailState, jax.Array]:
     """Count a call, and decide whether it rejects the open step.
 
-    `is_finite` says whether all numbers that the call received are finite and its step size is not
-    negative, `is_outlier` whether the energy error of the step is an outlier, and `is_refused`
-    whether the loop rejects the step, which is counted there.
+    `is_finite`: all numbers that the call received are finite, and its step size is not negative.
+    `is_outlier`: the energy error of the step is an outlier. `is_refused`: the loop rejects the
+    step, and counts this itself.
     """
     nonfinite_run = jnp.where(is_finite, 0, optax.safe_increment(state.nonfinite_run))
     finite_run = jnp.where(is_finite, optax.safe_increment(state.finite_run), 0)

@@ -17,15 +17,15 @@ import optax
 from optax_smile import _check, _check_trees, _tree, _xla
 from optax_smile.stages.evidence import GradientWeight
 
-# Bounds of (sigma / rms(sigma))^2: a coordinate without noise moves at most 100 times as far as
-# the typical one, and a few very noisy ones cannot stop the others.
+# Bounds of (sigma / rms(sigma))^2: a coordinate without noise moves at most 100 times as far as a
+# typical one, and a few very noisy ones cannot stop the others.
 SMALLEST_RELATIVE_VARIANCE = 1e-4
 LARGEST_RELATIVE_VARIANCE = 1e4
 # Weight of the old value in the moving averages; 1 - alpha in the paper.
 NOISE_DECAY = 0.99
 # Gradients in the first window of `MeanSquare`, and in the longest: float32 loses smaller weights.
 FIRST_WINDOW, LONGEST_WINDOW = 64, 2**22
-# Weight, in gradients of a window, of the assumption that all coordinates are alike.
+# Weight of the assumption that all coordinates are alike, in gradients of a window.
 ISOTROPIC = 10
 
 
@@ -41,20 +41,20 @@ S = TypeVar("S", bound=ScaleState)
 
 
 class Preconditioner(Generic[S]):
-    """The coordinates in which a chain moves. This class itself leaves them as they are.
+    """The coordinates in which a chain moves. This base class does not change them.
 
     For a rule of your own, inherit from it, preferably as a frozen dataclass, override the methods,
     and pass an instance as `preconditioner=` to `smile`. All methods are pure functions that JAX
     can trace.
 
     A state is None, for a scale of one, or an object of arrays with a method `inverse_scale()` that
-    returns 1 / s, a tree like the parameters. The scale comes from the gradients *before* the one
-    that is divided by it: no gradient changes its own coordinates, and a step ends in those in
+    returns 1 / s, a tree like the parameters. The scale depends only on gradients *before* the one
+    that it divides: no gradient changes its own coordinates, and a step ends in the coordinates in
     which it drifted.
 
     Attributes:
-        is_elementwise: whether the methods do the same to every entry, whichever leaf it is in.
-            Then they may get trees whose small leaves are joined.
+        is_elementwise: whether the methods treat all entries alike, in whichever leaf they are.
+            Then they may receive trees whose small leaves are joined.
 
     Example:
         >>> from typing import NamedTuple
@@ -72,11 +72,11 @@ class Preconditioner(Generic[S]):
     is_elementwise: ClassVar[bool] = False
 
     def init(self, params: optax.Params) -> S | None:
-        """Return the first state."""
+        """Return the initial state."""
         return None
 
     def deviation(self, state: S, gradient: optax.Updates) -> optax.Updates | None:
-        """Return the tree whose square `observe` needs, as `weight.square`; None for no tree.
+        """Return the tree whose squared norm `observe` receives as `weight.square`, or None.
 
         Args:
             state: before the call.
@@ -87,8 +87,8 @@ class Preconditioner(Generic[S]):
     def width(self, state: S) -> jax.Array | None:
         """Return the square root of the trace of the posterior's covariance, scalar.
 
-        In the coordinates in which the chain moves; inf where it is not known yet, None if it is
-        never known.
+        It refers to the coordinates in which the chain moves. It is inf if it is not known yet,
+        None if it is never known.
         """
         return None
 
@@ -108,8 +108,8 @@ class Preconditioner(Generic[S]):
             weight: the weight of this gradient: `trust` in [0, 1], whether it `counts`, whether
                 averages `restart`, and the squared norm of the deviation, `square`.
             direction: the new direction of the chain, computed with the scale of `state`.
-            drift: how far the chain has moved since the last call, in the coordinates of `state`;
-                0 if the call is rejected.
+            drift: displacement of the chain since the last call, in the coordinates of `state`; 0
+                if the call is rejected.
         """
         return state
 
@@ -139,12 +139,12 @@ def inverse_scale(
 ) -> optax.Updates:
     """Compute 1 / s for s = sigma / rms(sigma), clipped, a tree like the parameters.
 
-    Not s, by which a gradient and a drift would have to be divided: XLA stores quotients.
-    s_i^2 = w + (1 - w) v_i / mean(v), so that mean(s^2) = 1 but for the clipping. As a sum of two
-    positive numbers: 1 - (1 - w) would lose all digits of a coordinate with little noise.
+    It is not s, since gradients and drifts would have to be divided by s, and XLA stores quotients.
+    s_i^2 = w + (1 - w) v_i / mean(v), so mean(s^2) = 1 except for the clipping. This is a sum of
+    two positive numbers: 1 - (1 - w) would lose all digits of a coordinate with little noise.
     `variance` is v up to a factor, `isotropic_weight` is w in [0, 1].
     """
-    # For a mean below the normal numbers the quotient would overflow: there is no noise yet.
+    # If the mean is a denormal number, there is no noise yet, and the quotient would overflow.
     noisy = ~(mean < jnp.finfo(mean.dtype).tiny)
     offset = jnp.where(noisy, isotropic_weight, 1)
     slope = jnp.where(noisy, (1 - isotropic_weight) / jnp.where(noisy, mean, 1), 0)
@@ -158,7 +158,7 @@ def inverse_scale(
 
 
 class MovingVarianceState(NamedTuple):
-    """Exponential averages over the mini-batch gradients of the accepted calls that open a step.
+    """Exponential averages of the mini-batch gradients, over accepted calls that open a step.
 
     Attributes:
         gradient_mean: mean gradient, a tree like the parameters.
@@ -179,20 +179,20 @@ class MovingVarianceState(NamedTuple):
 
 @dataclass(frozen=True)
 class MovingVariance(Preconditioner[MovingVarianceState]):
-    """Measure the noise as published: exponential averages of the squares about a moving mean.
+    """Measure the noise as published: exponential averages of squares about a moving mean.
 
     gradient_mean <- a gradient_mean + (1 - a) gradient, then
     gradient_variance <- a gradient_variance + (1 - a) (gradient - gradient_mean)^2,
     with a = noise_decay and the new mean (Sommer et al. 2026, section 3.2: their alpha = 1 - a).
-    Where there is little noise it follows the gradient along the path of the chain, and the chain
-    no longer samples the posterior.
+    If there is little noise, the scale follows the gradient along the path of the chain, and the
+    chain no longer samples the posterior.
     """
 
     noise_decay: float = NOISE_DECAY
     is_elementwise: ClassVar[bool] = True
 
     def init(self, params: optax.Params) -> MovingVarianceState:
-        """Return averages of zero, without weight."""
+        """Return averages of zero with weight zero."""
         dtype = _tree.dtype(params)
         return MovingVarianceState(
             gradient_mean=jax.tree.map(jnp.zeros_like, params),
@@ -235,11 +235,11 @@ class MeanSquareState(NamedTuple):
     """The scale in use, and the averages for the next one.
 
     Attributes:
-        in_use: 1 / s, measured in the window before, a tree like the parameters.
-        mean_square: of the gradients of the open window, or of their differences, likewise.
+        in_use: 1 / s, measured in the previous window, a tree like the parameters.
+        mean_square: of the gradients in the open window, or of their differences, likewise.
         mean: of `mean_square` over all parameters, scalar.
-        last_gradient: the one before, likewise; None if differences are not used.
-        num_in_window: how many entered in the open window, int32; -1 before the first difference.
+        last_gradient: the previous gradient, likewise; None if differences are not used.
+        num_in_window: gradients in the open window, int32; -1 before the first difference.
         window: length of the open window in gradients, int32.
         matrix: the state of `matrix.FullMatrix`, whose matrix replaces `in_use`; or None.
     """
@@ -269,10 +269,10 @@ class MeanSquare(Preconditioner[MeanSquareState]):
 
     | `differences` | q is the mean of       | which evens out   | for samplers           |
     |---------------|------------------------|-------------------|------------------------|
-    | False         | g^2                    | noise, curvature  | with explicit noise    |
+    | False | g^2                    | noise, curvature  | with explicit noise    |
     | True          | (g - g_before)^2 / 2   | the noise alone   | without explicit noise |
 
-    A gradient changes little by a step of the chain and much by another batch.
+    A step of the chain changes a gradient little; another batch changes it much.
 
     Source: adaptation in windows that grow, Stan Reference Manual, "HMC algorithm parameters".
     """
@@ -294,7 +294,7 @@ class MeanSquare(Preconditioner[MeanSquareState]):
         )
 
     def deviation(self, state: MeanSquareState, gradient: optax.Updates) -> optax.Updates:
-        """Return the gradient, or its difference to the one before."""
+        """Return the gradient, or its difference from the previous one."""
         if state.last_gradient is None:
             return gradient
         return jax.tree.map(jnp.subtract, gradient, state.last_gradient)
@@ -302,7 +302,7 @@ class MeanSquare(Preconditioner[MeanSquareState]):
     def _advance(
         self, state: MeanSquareState, weight: GradientWeight
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Number of the gradient in its window, the window's length, and whether it closes."""
+        """Number of the gradient in its window, the length of the window, and whether it closes."""
         none_yet = -1 if self.differences else 0
         before = jnp.where(weight.restart, none_yet, state.num_in_window)
         number = _tree.count(before, weight.counts)
@@ -311,18 +311,18 @@ class MeanSquare(Preconditioner[MeanSquareState]):
 
     def stays(self, state: MeanSquareState, weight: GradientWeight) -> jax.Array:
         """Return whether no window closes and no scale is reset."""
-        # In the first window the scale is one, as it is for a chain that is on its way.
+        # The scale is one in the first window, and while the chain is on its way.
         closes = self._advance(state, weight)[-1]
         return ~closes & ~(weight.restart & (state.window > self.first_window))
 
     def observe(self, state, gradient, weight, direction, drift) -> MeanSquareState:
-        """Average the square, and use the average once its window closes."""
+        """Average the squares, and use the average when its window closes."""
         number, window, closes = self._advance(state, weight)
         count = number.astype(state.mean.dtype)
         rate = jnp.where(weight.counts & (number > 0), 1 / jnp.maximum(count, 1), 0)
         share = rate * jnp.square(weight.trust) / (2 if self.differences else 1)
 
-        # Not q + rate * (new - q), which would lose a small number after a huge one.
+        # Not q + rate * (new - q), which would lose small numbers after a huge one.
         def average(old, square):
             return jnp.where(rate > 0, (1 - rate) * old + share * square, old).astype(old.dtype)
 
@@ -349,9 +349,9 @@ class MeanSquare(Preconditioner[MeanSquareState]):
 def scale_by_gradient_noise() -> optax.GradientTransformation:
     """Divide the updates by the normalized standard deviation of the mini-batch noise.
 
-    After it the noise of the gradient has about the same variance in every coordinate, while
-    isotropic noise passes unchanged: updates <- updates / s with mean(s^2) = 1 and the scale s of
-    `psmile(decoherence_length=None)`, from the gradients before this one; s = 1 for the first 65.
+    The noise of the result has about the same variance in every coordinate; isotropic noise does
+    not change. updates <- updates / s with mean(s^2) = 1 and the scale s of
+    `psmile(decoherence_length=None)` from earlier gradients; s = 1 for the first 65.
 
     Returns:
         An Optax transformation. A non-finite gradient passes through and does not change the

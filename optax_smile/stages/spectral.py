@@ -1,10 +1,10 @@
-"""Matrices that move as matrices: a momentum p whose norm is a sum of nuclear norms.
+"""A momentum p whose norm is a sum of nuclear norms of matrices.
 
     ||p|| = sum of w |P| over the leaves P,    theta' = grad ||p||,    p' = -||p|| grad U / (d - 1)
 
 `|P|` is the nuclear norm of a matrix, with w = sqrt(max(rows, columns) / d), and the Euclidean norm
-of any other leaf, with w = sqrt(size / d). The velocity v = grad ||p|| has the parts w U V^T of the
-singular vectors of P, the direction of the optimizer Muon, and w P / |P|. It has the length 1.
+of any other leaf, with w = sqrt(size / d). The velocity v = grad ||p|| is w U V^T with the singular
+vectors U, V of a matrix, as in the optimizer Muon, and w P / |P| for other leaves. Its length is 1.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from optax.contrib import MuonDimensionNumbers
 from optax_smile import _check, _tree
 from optax_smile.stages.integrator import Norm
 
-# Quintic polynomials a s + b s^3 + c s^5, one after the other, take a singular value s of a matrix
-# of Frobenius norm 1 to 1: those between .01 and 1 within 3e-6, smaller ones to less. Each is the
-# best one in the maximum norm for what the one before leaves (as by Amsel et al. 2025, The Polar
-# Express).
+# Quintic polynomials a s + b s^3 + c s^5, applied in turn, map a singular value s of a matrix of
+# Frobenius norm 1 to 1: values between .01 and 1 up to an error of 3e-6, smaller ones to less than
+# 1. Each is the best in the maximum norm on the range of the previous one (as in Amsel et al. 2025,
+# The Polar Express).
 POLYNOMIALS = (
     (8.0934, -23.6206, 17.4463),
     (3.6366, -2.7219, 0.5365),
@@ -39,13 +39,13 @@ POLYNOMIALS = (
 
 @dataclass(frozen=True)
 class Spectral(Norm):
-    """The norm of this module.
+    """The norm described in the module docstring.
 
     Attributes:
         matrices: see `smile`.
     """
 
-    # Half of it for gradients that are noise.
+    # For gradients that are noise, the angle is half of it.
     angle = 0.6
     matrices: Callable[[Any], object] | None = None
 
@@ -68,14 +68,14 @@ class Spectral(Norm):
             for index, axes, matrices in group:
                 part = done[first : first + len(matrices)]
                 first += len(matrices)
-                # What a permutation does is undone by its transpose.
+                # The transposed permutation undoes a permutation.
                 back = jax.linear_transpose(lambda x, axes=axes: _matrices(x, axes), leaves[index])
                 (found[index],) = back(part)
         return jax.tree.unflatten(structure, found)
 
     @_check.called("smile")
     def _require_whole(self, leaf: jax.Array):
-        """Refuse explicit axes, for which every product needs a sharding of its own."""
+        """Reject explicit axes, for which every product would need its own sharding."""
         sharding = jax.typeof(leaf).sharding
         if any(sharding.spec) and AxisType.Explicit in sharding.mesh.axis_types:
             rule = "a tree whose matrices are not sharded over explicit axes, with norm='spectral'"
@@ -83,7 +83,7 @@ class Spectral(Norm):
 
     @_check.called("smile")
     def _axes(self, tree: optax.Params) -> list[Axes | None]:
-        """Find the axes of rows and of columns of each leaf; None for one that is no matrix."""
+        """Find the axes of rows and columns of each leaf; None if it is not a matrix."""
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         if self.matrices is None:
             return [default_axes(leaf) for _, leaf in leaves]
@@ -105,17 +105,17 @@ class Spectral(Norm):
         ]
 
 
-# Axes of the rows and of the columns of matrices in a leaf; others number the matrices.
+# Axes of the rows and columns of the matrices in a leaf; other axes index the matrices.
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def default_axes(leaf: jax.Array) -> Axes | None:
-    """Take the last axis for the columns and all others for the rows, as in kernels of Flax."""
+    """Use the last axis for columns and all others for rows, as in Flax kernels."""
     return None if leaf.ndim < 2 else (tuple(range(leaf.ndim - 1)), (leaf.ndim - 1,))
 
 
 def _checked(entry: object, place: str, leaf: jax.Array) -> Axes | None:
-    """Check what the user's function says of a leaf, and count axes from the first."""
+    """Check the user's axes for a leaf, and convert negative ones."""
     if entry is None:
         return None
     rule = f"a function that gives None or MuonDimensionNumbers of different axes at {place}"
@@ -130,7 +130,7 @@ def _checked(entry: object, place: str, leaf: jax.Array) -> Axes | None:
 
 
 def _matrices(leaf: jax.Array, axes: Axes) -> jax.Array:
-    """Bring a leaf into the form `[matrix, row, column]`, with no more rows than columns."""
+    """Reshape a leaf to `[matrix, row, column]`, with no more rows than columns."""
     rows, columns = axes
     others = [x for x in range(leaf.ndim) if x not in rows + columns]
     sizes = [math.prod(leaf.shape[x] for x in part) for part in (others, rows, columns)]
@@ -139,7 +139,7 @@ def _matrices(leaf: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _unit(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
-    """Divide by the Euclidean norm, without overflow; 0 stays."""
+    """Divide by the Euclidean norm, without overflow; 0 stays 0."""
     if not x.size:
         return x
     largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
@@ -151,8 +151,8 @@ def _unit(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
 def orthogonal(matrices: jax.Array) -> jax.Array:
     """Replace the singular values of matrices `[matrix, row, column]` by one, see `POLYNOMIALS`.
 
-    For long matrices the polynomials are multiplied first, which takes products of square matrices
-    in place of long ones. Rounding then changes a singular value s by about 1e-7 / s^2 of itself.
+    For long matrices the polynomials are multiplied first, by products of square matrices instead
+    of long ones. Rounding then changes a singular value s by a fraction of about 1e-7 / s^2.
     """
     x = _unit(matrices, (1, 2))
     rows, columns = x.shape[1:]

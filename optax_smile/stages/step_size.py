@@ -1,6 +1,6 @@
-"""The step size, from the evidence of the last step.
+"""Choice of the step size from the evidence of the last step.
 
-A tuner's state has the field `step_size_factor`; the step size is step_size(count) times that
+A tuner's state has the field `step_size_factor`; the step size is step_size(count) times this
 factor.
 """
 
@@ -17,17 +17,17 @@ from optax_smile import _check
 from optax_smile._types import StepSize
 from optax_smile.stages.evidence import LARGEST_RATIO, SMALLEST_STEP, Evidence
 
-# Angle by which the change of the gradients turns the momentum in a step, radians; half of it if
-# the change is as large as that of independent noise.
+# Angle in radians by which the change of the gradients turns the momentum in a step, and its factor
+# if the change is as large as for independent noise.
 ANGLE = 0.06
 NOISE_PART = 0.5
-# The largest angle for the width of a posterior, where gradients are noise and where they are not,
-# and the angle while a chain is on its way.
+# Largest angle for a known width of the posterior, with noisy and with noise-free gradients, and
+# the angle while a chain is on its way.
 WIDEST_ANGLE, CLEAN_ANGLE, ANGLE_ON_THE_WAY = 0.25, 0.35, 1.0
-# Largest angle by which a whole gradient may turn it.
+# Largest angle by which a whole gradient may turn the momentum.
 LARGEST_ANGLE = 1.0
-# In a round posterior of known width, longer steps are accurate: a large gradient shortens its own
-# step this many times less. Shorter steps for large gradients weaken the pull to the mode.
+# In a round posterior of known width, longer steps are accurate: limits for large gradients are
+# this many times larger, since shorter steps for large gradients weaken the pull to the mode.
 SLACK = 3.0
 # Each step of `angle_tuner` is at most this many times as long as the one before.
 GROWTH = 10.0
@@ -53,9 +53,9 @@ class Tuner(Generic[S]):
     JAX can trace. Pass an instance as `tuner=` to `smile`, `psmile` or `mclmc`.
 
     Attributes:
-        name: of the function that builds it.
+        name: name of the function that builds the tuner.
         uses_energy: whether it needs the `value` of a loop.
-        sets_step_size: whether it finds the step size by itself, so that the user gives none.
+        sets_step_size: whether it finds the step size by itself, so that users pass none.
 
     Example:
         >>> import optax_smile
@@ -73,7 +73,7 @@ class Tuner(Generic[S]):
     sets_step_size = False
 
     def init(self, dtype: jnp.dtype) -> S | FactorState:
-        """Return the first state, with numbers of the precision of the parameters."""
+        """Return the initial state, with numbers in the precision of the parameters."""
         return FactorState(jnp.ones((), dtype))
 
     def update(self, state: S, evidence: Evidence) -> S:
@@ -123,7 +123,7 @@ class QuantileTuner(Tuner[FactorState]):
     uses_energy = True
 
     def update(self, state: FactorState, evidence: Evidence) -> FactorState:
-        """Compare the energy error with those before it."""
+        """Compare the energy error with earlier ones."""
         low, high = self.adapt_probability / 3, 1 - 2 * self.adapt_probability / 3
         factor = state.step_size_factor
         energy, averages = jnp.abs(evidence.error.change), evidence.energies
@@ -187,7 +187,7 @@ class AngleState(NamedTuple):
 
     Attributes:
         step_size_factor: factor of the user's step size, scalar > 0; 0 before the first call.
-        usual_length: step size before this call's own gradient shortened it, scalar; likewise.
+        usual_length: step size before the gradient of this call shortened it, scalar; 0 likewise.
     """
 
     step_size_factor: jax.Array
@@ -212,15 +212,15 @@ class AngleTuner(Tuner[AngleState]):
     ) -> float | jax.Array:
         """Return the angle at which the momentum lasts for twice the width of the posterior.
 
-        With n times as much noise as signal in the squares of the gradients, and explicit noise
-        that matches it, the momentum lasts that long in steps of 1 / (2 n) of the width W. In a
-        regression this is the angle 1 / sqrt(batches in a pass) if gradients are mostly noise. With
-        larger ones permutations would narrow the posterior. If there is little noise, the limit is
-        the accuracy of the steps: at `CLEAN_ANGLE` they are .7 W long.
+        Let W be the width, and n the ratio of noise to signal in the squared gradients. With
+        matched explicit noise, the momentum lasts for 2 W if the steps are W / (2 n) long. In a
+        regression with mostly noise, this is the angle 1 / sqrt(batches in a pass). With larger
+        angles, permutations would narrow the posterior. If there is little noise, the accuracy of
+        the steps limits the angle: at `CLEAN_ANGLE` they are .7 W long.
 
-        n is W^2 |g|^2 / (d - 1)^2 - 1 in round coordinates. Coordinates get round slowly where
-        there is little noise; there it is at most S / (1 - S). `noisiness`, in [0, 1], grows with
-        the `share` S of the change in the gradient's square.
+        In round coordinates, n = W^2 |g|^2 / (d - 1)^2 - 1. With little noise, coordinates become
+        round slowly; n is then at most S / (1 - S), where S is `share`, see `ChangeAverage.share`.
+        `noisiness`, in [0, 1], grows with S.
         """
         if self.angle is not None:
             return self.angle
@@ -231,8 +231,8 @@ class AngleTuner(Tuner[AngleState]):
         noise = width**2 * rate**2 / share - 1
         clean = jnp.minimum(noise, share / jnp.maximum(1 - share, smallest))
         noise = jnp.maximum(clean + noisiness * (noise - clean), smallest)
-        # Long steps are less accurate among few parameters, and where the curvature varies, if that
-        # and not the noise is what makes the changes vary.
+        # Long steps are less accurate with few parameters, and if the curvature varies, which shows
+        # in varying changes unless these are noise.
         varies = jnp.maximum(evidence.changes.kurtosis, 1) ** jnp.maximum(1 - share, 0)
         widest = CLEAN_ANGLE * (1 - 2 / evidence.num_parameters) / varies
         widest = jnp.maximum(widest, ANGLE)
@@ -243,7 +243,7 @@ class AngleTuner(Tuner[AngleState]):
 
     @staticmethod
     def _per_angle(share: jax.Array) -> jax.Array:
-        """Factor of the angle: a half if gradients are noise."""
+        """Factor of the angle: 1/2 if gradients are noise."""
         return jnp.minimum(NOISE_PART / jnp.maximum(share, NOISE_PART) ** 2, 1)
 
     def update(self, state: AngleState, evidence: Evidence) -> AngleState:
@@ -255,7 +255,7 @@ class AngleTuner(Tuner[AngleState]):
         def over(angle, rate):
             return angle / jnp.where(rate > 0, rate, angle)
 
-        # Steps too short to change a gradient follow whole gradients, or they would stay short.
+        # Use whole gradients if steps are too short to change a gradient, or they would stay short.
         known = state.usual_length >= SMALLEST_STEP * resolution
         known &= changes.num_changes > 0
         share = jnp.where(known, jnp.nan_to_num(changes.share(), nan=1.0), 1)
@@ -263,8 +263,8 @@ class AngleTuner(Tuner[AngleState]):
         rate = jnp.where(known, change, turn_rate)
         noisiness = jnp.minimum((1 - per_angle) / (1 - NOISE_PART), 1)
         angle = per_angle * self._angle(evidence, rate, share, noisiness)
-        # Half way from the last length, on a logarithmic scale: the change may be proportional to
-        # the length, and a whole correction would overshoot forever.
+        # Move half way from the last length on a logarithmic scale: the change may be proportional
+        # to the length, and a full correction would overshoot forever.
         length = over(angle, rate)
         wanted = jnp.where(known, jnp.sqrt(state.usual_length) * jnp.sqrt(length), length)
         wanted = jnp.minimum(wanted, over(LARGEST_ANGLE, turn_rate))
@@ -305,12 +305,12 @@ def angle_tuner(angle: float | None = None, adapt_steps: int | None = None) -> T
     first guess, no unit and no energy. In detail:
 
     - Each step moves the step size half way to the rule, on a logarithmic scale: the change grows
-      with the step, and a whole correction would overshoot forever.
+      with the step, and a full correction would overshoot forever.
     - A whole gradient turns the momentum by at most 1 radian, and a gradient or its change by at
       most three times the average: a large gradient, or change, shortens its own step at once.
       Without `angle`, both limits are three times as large once the width (see below) is known.
-      Only the part across the momentum counts, with the cosine p of the momentum and -g,
-      |g| / (d - 1) max(1 - max(p, 0)^2, .03): on the way down to a mode a gradient is long but
+      Only the part orthogonal to the momentum counts, |g| / (d - 1) max(1 - max(p, 0)^2, .03) with
+      the cosine p between the momentum and -g: on the way down to a mode a gradient is large but
       hardly turns the momentum.
     - Gradients are compared across one step and on one scale. The change across a rejected step or
       a new scale of `psmile` does not count, nor that of a step shorter than 30 times the shortest
@@ -319,16 +319,16 @@ def angle_tuner(angle: float | None = None, adapt_steps: int | None = None) -> T
       long as the one before. Until a change is known, r is the average of |g| / (d - 1) and S = 1.
 
     Args:
-        angle: by which the change of the gradients turns a momentum across it, in radians, in
-            (0, pi / 2]; half of it if they are noise. None: 0.06. Where `psmile` uses a matrix
-            because there are few parameters, and knows the width W of the posterior, it is the
-            angle at which the momentum lasts for 2 W: at least 0.06, and at most 0.25 if gradients
-            are noise. If they are not, it is at most 0.35 (1 - 2 / d) k^(S - 1), where k is the
-            kurtosis of the change: steps of up to 0.7 W if the curvature does not vary. While the
-            chain is on its way the angle is 1. With larger angles posteriors of few parameters mix
-            faster. But if each pass of n batches is a permutation of the data, and gradients are
-            mostly noise, their variances are too small by about .04 n angle^2 of them, at most by a
-            quarter.
+        angle: angle by which the change of the gradients turns a momentum orthogonal to it, in
+            radians, in (0, pi / 2]; half of it if gradients are noise. None: 0.06. Where `psmile`
+            uses a matrix because there are few parameters, and knows the width W of the posterior,
+            it is the angle at which the momentum lasts for 2 W: at least 0.06, and at most 0.25 if
+            gradients are noise. If they are not, it is at most 0.35 (1 - 2 / d) k^(S - 1), where k
+            is the kurtosis of the change: steps of up to 0.7 W if the curvature does not vary.
+            While the chain is on its way the angle is 1. With larger angles posteriors of few
+            parameters mix faster. But if each pass of n batches is a permutation of the data, and
+            gradients are mostly noise, variances are underestimated by a fraction of about 0.04 n
+            angle^2, at most 0.25.
         adapt_steps: number of calls of `update` after which the step size no longer adapts (large
             gradients still shorten their own step), >= 1; None: never.
 
@@ -338,8 +338,8 @@ def angle_tuner(angle: float | None = None, adapt_steps: int | None = None) -> T
     Raises:
         ValueError: an argument out of range.
 
-    Cost: the sketch by which the change is estimated: about 1.6 % of the size of leaves of 16,384
-    or more entries, all of leaves of at most 1,024; no gradient, no `value`.
+    Cost: a sketch that estimates the change: about 1.6 % of the size of leaves of 16,384 or more
+    entries, the full size of leaves of at most 1,024; no gradient, no `value`.
 
     Example:
         >>> import jax, optax_smile

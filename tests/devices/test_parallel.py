@@ -1,4 +1,4 @@
-"""Many chains, `sample` and `warmstart` on eight devices: what lies where, what is equal."""
+"""Many chains, `sample` and `warmstart` on eight devices: shardings, and equal results."""
 
 import collections
 import functools
@@ -19,14 +19,14 @@ from runs import as_read, quiet, refused, stub, warned
 import optax_smile
 from optax_smile import parallel
 
-# Compiling for a mesh is most of what the slow tests cost.
+# Compilation for a mesh is most of the cost of the slow tests.
 OPTIMIZED = False
 STEPS = 20
 NUM_DATA = 100
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(STEPS, 16, 4)).astype(np.float32)
 TARGETS = RNG.normal(size=(STEPS, 16, 2)).astype(np.float32)
-# No two shapes of one chain are alike: the shape tells which parameter an array is like.
+# All shapes of one chain differ, so that a shape identifies the parameter.
 SHAPES = {"in": (4, 8), "out": (8, 2)}
 SPECS = {"in": jax.P(None, "data"), "out": jax.P("data")}
 CLIP = optax.clip_by_global_norm(1.0)
@@ -63,7 +63,7 @@ def mean_loss(params, batch):
 
 
 def gathering_loss(params, batch):
-    """Under explicit axes the arrays of a sharded network are gathered by its author."""
+    """With explicit axes, the author of a network must gather its sharded arrays."""
     return mean_loss(jax.tree.map(lambda x: jax.reshard(x, jax.P()), params), batch)
 
 
@@ -90,7 +90,7 @@ def begin(optimizer, mesh, specs, given):
 
 @functools.cache
 def run(name, mesh=None, is_sharded=False, chains=8, per_chain=False) -> Run:
-    """A compiled program refuses arrays of other types or shardings than it was made for."""
+    """Run a compiled program, which rejects arrays of other types or shardings."""
     specs, optimizer = SPECS if is_sharded else None, OPTIMIZERS[name]()
     carry = begin(optimizer, mesh, specs, start(chains))
     before, one = shardings_of(carry), one_step(optimizer, loss_for(mesh, specs))
@@ -120,7 +120,7 @@ def assert_close(actual, expected):
 
 
 def assert_spread(shardings, mesh, specs):
-    """Arrays shaped like a parameter lie like it, all others over the chains alone."""
+    """Arrays with the shape of a parameter are sharded like it, all others only over the chains."""
     like = {SHAPES[name]: spec for name, spec in (specs or {}).items()}
     for shape, sharding in shardings:
         spec = jax.P("chain", *like.get(shape[1:], ()))
@@ -138,7 +138,7 @@ def test_chains_with_noise_need_a_key():
     alone = optax.tree.get(parallel.init(noisy, start(1)), "key")
     assert alone.shape == (1, *keys.shape[1:])
     parallel.init(quiet(), start(3))
-    # A layer may be called `key`, as in attention; averages over its gradients are no random key.
+    # A layer may be called `key`, as in attention; averages over its gradients are not random keys.
     attention: Any = {"key": {"kernel": jnp.ones((3, 2))}, "value": jnp.ones((3, 2))}
     state = parallel.init(sampler := quick_psmile(**KEYED), attention, key=1)
     expected: Any = jax.vmap(sampler.init)(attention)
@@ -163,7 +163,7 @@ def test_a_mesh_changes_nothing_but_the_place():
         assert_close(got.carry, as_read(expected.carry, got.carry))
         for shardings in got.shardings:
             assert_spread(shardings, mesh, SPECS if is_sharded else None)
-            # There are scalars, and arrays like each parameter.
+            # The state has scalars, and arrays like each parameter.
             assert {(), *SHAPES.values()} <= {shape[1:] for shape, _ in shardings}
         found, is_alone = re.findall(collectives, got.text), mesh.shape["chain"] == mesh.size
         assert not found if is_alone else "all-reduce" in found
@@ -191,7 +191,7 @@ def test_one_compilation_donation_and_the_parameters_of_the_user(caplog):
         compiled = [x for x in caplog.messages if re.search("Finished XLA compilation.*advance", x)]
         assert len(compiled) == 1
         assert (next(traced) == traces + 1) is (call > 0)
-        # Scalars that are written and not read, such as the last energy change, need not be.
+        # Scalars that are only written, such as the last energy change, need not be.
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before) if leaf.ndim > 1)
     chex.assert_trees_all_equal(bare(given), start())
 
@@ -224,7 +224,7 @@ def test_examples_are_spread_over_the_data_axis():
             assert placed.sharding.is_equivalent_to(NamedSharding(on, wanted), leaf.ndim)
             np.testing.assert_array_equal(placed, leaf)
         assert parallel.place_batch({"x": leaf}, **given)["x"] is leaf
-    # A batch that is spread already stays.
+    # A batch that is already sharded stays in place.
     spread = jax.device_put(np.ones((16, 3)), NamedSharding(mesh, jax.P(None, None)))
     assert parallel.place_batch(spread, mesh=mesh) is spread
     lone = jax.device_put(np.ones((16, 3)), jax.devices()[3])
@@ -255,7 +255,7 @@ def test_sample_on_a_mesh(tmp_path):
     got = draw(make_mesh((4, 2), EXPLICIT), SPECS, steps_per_dispatch=4, **options)
     assert_close(got.params, draw().params)
     assert seen == {(jax.P(None, "data"), jax.P("data", None))}
-    # It draws directions for the rise of the loss, with more parameters than data.
+    # With more parameters than data, it draws random directions for the rise of the loss.
     sampler = optax_smile.sgld(1e-5, num_data=16, key=0)
     draw(make_mesh((2,), EXPLICIT), sampler=sampler, num_draws=1, batches=[batch_of(0)])
 
@@ -277,14 +277,14 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     assert_close(got.params, draw(**options).params)
 
 
-# The one that stays has stored gradients and resumes on one device.
+# The fast case has stored gradients and resumes on one device.
 SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("stored", "two gradients", "specs")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["own batches", *SLOW])
 def test_control_variates_on_a_mesh(tmp_path, form):
-    """The centres are those of one device, also where the run goes on on another mesh."""
+    """The centres equal those on one device, also if the run continues on another mesh."""
     options: dict[str, Any] = {"num_warmup": 36, "thin": 12, "steps_per_dispatch": 4}
     options["sampler"] = optax_smile.sgld(1e-5, num_data=16 * STEPS, key=0)
     own = options["batches"] = batches(8) if form == "own batches" else batches()

@@ -18,7 +18,7 @@ WEIGHTS = GENERATOR.normal(size=(CHAINS, DRAWS, 3, CLASSES)).astype(np.float32) 
 INPUTS = GENERATOR.normal(size=(NUM_INPUTS, 3)).astype(np.float32)
 LABELS = GENERATOR.integers(0, CLASSES, NUM_INPUTS)
 PROBABILITIES = scipy.special.softmax(np.einsum("ij,cdjk->cdik", INPUTS, WEIGHTS), -1)
-# As snapshots come: the first draw of each chain, then the second ones.
+# In the order of snapshots: the first draw of each chain, then the second draws.
 IN_ORDER = PROBABILITIES.swapaxes(0, 1).reshape(-1, NUM_INPUTS, CLASSES)
 
 
@@ -52,7 +52,7 @@ def assert_average(got, probabilities):
     ],
 )
 def test_on_a_mesh(shape, kind, per, axis):
-    """Also with classes spread over devices, where a gather of labels' logits ended the process.
+    """Also with classes sharded over devices, where a gather of logits once crashed.
 
     28 snapshots on 8 rows of devices leave the last rows empty; 2 rows have 2 chains each.
     """

@@ -1,4 +1,4 @@
-"""States of samplers, sums, noise and chains where each array lies on several devices."""
+"""States of samplers, sums, noise and chains if each array is sharded over several devices."""
 
 import functools
 import re
@@ -17,7 +17,7 @@ from test_wrappers import SEVERAL_DEVICES, WRAPPERS, assert_plain_chain
 
 import optax_smile
 
-# Chains of nightly tests are those of fast ones.
+# Nightly tests compare with the same chains as fast ones.
 OPTIMIZED = False
 COLLECTIVES = r"(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
 
@@ -56,7 +56,7 @@ def test_state_is_sharded_like_the_parameters():
 
 
 def test_altered_parameters_are_seen_on_several_devices():
-    """And a chain that goes on with them on one device, where more is read, is not altered."""
+    """A chain that continues on one device, where more entries are read, is not flagged."""
     mesh, params = shard(AxisType.Auto)
     tx = make("sghmc")
     step = jax.jit(functools.partial(advance, tx))
@@ -73,7 +73,7 @@ def test_altered_parameters_are_seen_on_several_devices():
 
 @pytest.mark.parametrize("case", ["psmile, rich", "sghmc"])
 def test_state_is_sharded_like_the_parameters_where_types_say_so(case):
-    """Explicit axes: no program is needed to see where everything is."""
+    """With explicit axes, shardings are part of types, so no program needs to run."""
     mesh, params = shard(AxisType.Explicit)
     tx = make(case)
     with jax.set_mesh(mesh):
@@ -87,7 +87,7 @@ def test_state_is_sharded_like_the_parameters_where_types_say_so(case):
 
 @pytest.mark.slow
 def test_sums_and_noise_across_devices():
-    """The explicit noise does not depend on the sharding, and a direction stays one."""
+    """The explicit noise does not depend on the sharding, and a direction keeps the norm one."""
     rng, tx = np.random.default_rng(1), optax_smile.smile(0.1, num_data=9, key=0)
     spec = {"w": jax.P("a", "b"), "v": jax.P("a", "b"), "b": jax.P(None, "b"), "s": jax.P()}
     shapes = {"w": (200, 320), "v": (200, 320), "b": (40, 2), "s": ()}

@@ -1,4 +1,4 @@
-"""What the campaigns share: how large they are, and where their figures go."""
+"""Size of the campaigns, and records of their results."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ def full(request) -> bool:
 
 @pytest.fixture
 def record(full, request):
-    """Write what a campaign in full found; a sample writes nothing.
+    """Record the result of a full campaign; a short one writes nothing.
 
     `record(campaign, cases=, silent=, raw=, lost=)`, and `of=` where a campaign has parts: `silent`
     are wrong results without an error, `raw` tracebacks that are not ours, `lost` draws or chains.

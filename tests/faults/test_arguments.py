@@ -1,9 +1,9 @@
 """Wrong calls: every argument of every public function in turn replaced by wrong values.
 
-The values are hostile ones for all arguments, and those that a declared constraint must refuse. A
-call may succeed where the value is lawful, or raise an `ArgumentError` that names the function and
-the argument. An exception from inside JAX, NumPy or Python, or a success that means nothing, fails.
-All of it: `pytest tests/faults --full`. Messages are of what functions refuse beyond declarations.
+The values are hostile ones for all arguments, and those that a declared constraint must reject. A
+call may succeed if the value is allowed, or raise an `ArgumentError` that names the function and
+the argument. An exception from inside JAX, NumPy or Python, or a meaningless success, is a failure.
+All cases: `pytest tests/faults --full`. Tests of messages cover rules beyond the declarations.
 """
 
 import inspect
@@ -28,13 +28,13 @@ from optax_smile import ArgumentError, _check
 
 
 class Model:
-    """As Flax has it: `apply` is the function."""
+    """A model with the interface of Flax, whose function is `apply`."""
 
     init = apply = __call__ = staticmethod(lambda *_: None)
 
 
 def hostile() -> dict[str, Any]:
-    """Made anew for each call; a tracer comes from inside a compiled function."""
+    """Make new values for each call; a tracer comes from inside a compiled function."""
     made: dict[str, Any] = {"none": None, "nan": math.nan, "inf": math.inf, "minus": -1, "zero": 0}
     made |= {"denormal": 1e-320, "huge": 10**30, "true": True, "complex": 1j, "text": "x"}
     made |= {"bytes": b"x", "list": [], "dict": {}, "object": object(), "class": dict}
@@ -48,10 +48,10 @@ def hostile() -> dict[str, Any]:
 
 
 TRACER, NUMBERS = object(), "minus zero denormal"
-# What arguments may be, besides the value of the valid call and what their declarations say of
+# Allowed values of arguments, besides that of the valid call and those that declarations allow:
 # numbers, words, keys, switches, paths and None.
 LAWFUL_OF = {
-    # What a function gives without it.
+    # The result of a function without this argument.
     "targets inputs start like mean entropy variance loss Likelihood.check": "none",
     "Likelihood.has_target Snapshots.from_draws.trace": "none",
     "prior_precision": "zero denormal ints tracer",
@@ -60,16 +60,16 @@ LAWFUL_OF = {
     "metrics.lppd.log_density": f"true odd {NUMBERS}",
     "std": "denormal true",
     "out_axis": "minus zero",
-    # Any tree with two parameters or more; leaves that are no floating arrays stay as they are.
+    # Any tree with two parameters or more; leaves that are not floating-point arrays do not change.
     "psmile.init.params sgld.init.params": "odd other state",
     "scale_by_gradient_noise.init.params": "odd other tracer",
     "parallel.init.params Snapshots.params": "odd other",
     "cold_temperature.params": "odd other nans masked state tracer",
     "Snapshots.from_members.params": "odd other nans",
-    # Anything with a leading axis; what is in it is the business of who calls.
+    # Anything with a leading axis; the caller is responsible for its contents.
     "parallel.place.tree parallel.step.carry": "odd other nans keys",
     "parallel.init.sampler tracked.sampler sample.sampler Run.sampler optimizer": "optimizer",
-    # Without a mesh a batch stays as it is; for some losses a number is one, or a row of an array.
+    # Without a mesh a batch is not converted; a number, or a row of an array, can be a batch.
     "parallel.place_batch.batch": " ".join(hostile()),
     "warmstart.validation": f"none true {NUMBERS}",
     "interop.from_numpyro.batch": "nans",
@@ -84,8 +84,8 @@ LAWFUL_OF = {
     "report.write.pictures": "dict",
 }
 LAWFUL = {name: kinds.split() for names, kinds in LAWFUL_OF.items() for name in names.split()}
-# Whose word it is where a function hands on what it got: the sampler that was built refuses the
-# parameters of a chain, who predicts reads a likelihood, and a container holds the draws.
+# The function that checks an argument which another one passes on: the sampler checks the
+# parameters of a chain, `predict` reads a likelihood, and a container holds the draws.
 HANDED_ON = dict.fromkeys(("sample", "Run", "check", "parallel.init"), "smile.init")
 HANDED_ON |= {"Likelihood": "Predictor", "thinned": "load_snapshots"}
 # Each success of these compiles or draws.
@@ -109,7 +109,7 @@ def refuses(constraint: Any, which: str, value: Any, given: dict[str, Any]) -> b
 
 
 def is_lawful(name: str, which: str, kind: str, value: Any) -> bool:
-    """By the table, or by a declaration of plain values: its own, or of who gets it from it."""
+    """Allowed by the table, its own declaration, or that of the function that receives it."""
     found = [LAWFUL[x] for x in (f"{name}.{which}", which) if x in LAWFUL]
     others = [each[which] for _, each in _check.DECLARED.values() if which in each]
     own = declaration(name)[1].get(which)
@@ -123,7 +123,7 @@ def is_lawful(name: str, which: str, kind: str, value: Any) -> bool:
 
 
 def beyond(constraint: Any) -> list[Any]:
-    """Values just outside a constraint, which it has to refuse."""
+    """Values just outside a constraint, which it must reject."""
     match constraint:
         case _check.Either():
             values = [x for one in options(constraint) for x in beyond(one)]
@@ -132,7 +132,7 @@ def beyond(constraint: Any) -> list[Any]:
             opens_low, opens_high = (constraint.open in (end, "both") for end in ("low", "high"))
             outside = [low if opens_low else math.nextafter(low, -math.inf)] * (low > -math.inf)
             outside += [high if opens_high else math.nextafter(high, math.inf)] * (high < math.inf)
-            # What float32 holds as 0 or inf; scores have float64.
+            # Numbers that float32 rounds to 0 or inf; scores use float64.
             if constraint.dtype is None and math.isinf(high):
                 outside += [1e-39] * (low == 0 and opens_low) + [1e39] * (not constraint.infinite)
             return [*outside, math.nan, np.float32(math.nan), np.ones(2)]
@@ -167,12 +167,12 @@ def beyond(constraint: Any) -> list[Any]:
 
 
 def declaration(name: str) -> tuple[str, Any]:
-    """What a function of `valid_calls` is called in `DECLARED`, and its constraints."""
+    """Name of a function of `valid_calls` in `DECLARED`, and its constraints."""
     known = [x for x in (name, name.rpartition(".")[2]) if x in _check.DECLARED]
     return (known[0], _check.DECLARED[known[0]][1]) if known else ("", {})
 
 
-# What else an error may name: what gets the value, or has to fit it.
+# Other arguments that an error may name: those that receive the value, or must fit it.
 TOLD = {"batches": "loss_fn", "data": "loss_fn", "inputs": "targets", "mean": "likelihood"}
 TOLD |= {"num_chains": "trace", "params": "loss_fn|apply_fn"} | dict.fromkeys(
     ("variance", "log_density", "entropy", "check", "has_target"), "likelihood"
@@ -197,14 +197,14 @@ def judge(call: Any, which: str, kind: str, value: Any, is_refused: bool) -> str
             is_named = error.function == declared and error.argument.split("[")[0] == which
         return "" if error.got and error.function in own and is_named else f"raw, unnamed: {error}"
     except Exception as error:
-        # `update` without parameters says what all Optax transformations say, and what to do.
+        # `update` without parameters raises the message of all Optax transformations, with advice.
         is_known = which == "params" and "`optax_smile.tracked(sampler)`" in str(error)
         return "" if is_known else f"raw {type(error).__name__}: {str(error)[:200]}"
     return "" if kind != "beyond" and is_lawful(name, which, kind, value) else "silent"
 
 
 def cases(call: Any, full: bool) -> Any:
-    """All that a constraint has to refuse; of others all if in full, or six that are not lawful."""
+    """All values that a constraint must reject; of others, all if `full`, else six wrong ones."""
     (name, _, given), others, made = call, [], hostile()
     for which in given:
         constraint = declaration(name)[1].get(which)
@@ -227,7 +227,7 @@ def called(tmp_path_factory):
 def test_wrong_calls(called, full, record, tmp_path, monkeypatch):
     found, number = [], 0
     for call in called:
-        # Where the text "x" is a directory.
+        # The text "x" is a directory here.
         (folder := tmp_path / call[0]).mkdir()
         monkeypatch.chdir(folder)
         if full or call[0] not in SLOW:
@@ -244,7 +244,7 @@ def test_wrong_calls(called, full, record, tmp_path, monkeypatch):
 
 
 def test_every_declaration_is_called_with_the_ranges_of_its_docstring(called):
-    """Of each number, with closed ends; docstrings that refer to another have fewer entries."""
+    """Closed ends of ranges pass; docstrings that refer to another one need no entry."""
     assert set(_check.DECLARED) == {declaration(name)[0] for name, *_ in called} - {""}
     for name, (function, constraints) in _check.DECLARED.items():
         section = re.search(r"(?ms)^Args:\n(.*?)^\S", f"{inspect.getdoc(function)}\n.")
@@ -261,7 +261,7 @@ def test_every_declaration_is_called_with_the_ranges_of_its_docstring(called):
                 assert which not in names.split(", ") or bound in " ".join(told.split()), name
 
 
-# What functions refuse beyond declarations.
+# Values that functions reject beyond the declarations.
 
 
 def build(name="psmile", step_size: Any = 1e-2, **options) -> Any:
@@ -291,7 +291,7 @@ MESSAGES: dict[str, Any] = {
     r"sgld\(step_size.* got one that gives 'x'": lambda: build("sgld", lambda n: "x").init(PARAMS),
     "gives no number below 0": lambda: build("sgld", lambda count: -1e-3).init(PARAMS),
     "an integer >= 7, a step for": lambda: build("cyclical_sgld", total_steps=6, num_cycles=7),
-    # Keys are described, since they are no figures that help.
+    # Messages describe keys, since their numbers do not help.
     r"integer seed from.* got uint32\[2, 2\]\.$": lambda: build(key=jax.random.key_data(KEYS)),
     # Parameters, gradients and their loss.
     "of floating-point gradients": lambda: update(updates=jax.tree.map(jnp.int32, PARAMS)),
@@ -313,7 +313,7 @@ def test_messages(text):
 
 
 def test_traced_numbers_and_others_mean_the_same():
-    """Wherever a sampler may be built inside a compiled function; also integers beyond int32."""
+    """For all arguments of samplers that may be traced; also integers beyond int32."""
 
     def first_step(value: Any = 1.0, **options):
         tx = build("sgld", **options)

@@ -1,7 +1,7 @@
 """Long runs: counters near 2^24, where float32 stops counting, and near 2^31, where int32 wraps.
 
-A chain that has arrived goes on with counters as large as they come, in one compiled scan, and its
-gradients are twice as large from then on: what is averaged has to follow.
+A converged chain continues with large counters, in one compiled scan, and with gradients that are
+twice as large: the averages must follow.
 """
 
 import functools
@@ -18,13 +18,13 @@ from test_injections import INPUTS, MAKE, NUM_DATA, START, TARGETS, mean_loss
 import optax_smile
 
 MOST = np.iinfo(np.int32).max
-# As after so many gradients; 0 leaves the counters as they are.
+# Values of the counters; 0 does not change them.
 COUNTS = (0, 2**24 - 1_000, MOST - 1_000)
-# Of the int32 numbers of the states those that do not only grow; all others are raised.
+# The int32 numbers of states that can decrease; all others are raised.
 OTHERS = ("nonfinite_run", "energy_level", "drift_index", "num_in_window", "window")
 OTHERS += ("num_altered", "num_compared", "num_read")
 ARRIVED, BATCH = 5_000, 20
-# An average is over this share of all numbers, and never over more than so many.
+# An average covers this share of all numbers, and at most this many.
 SHARE, LONGEST_AVERAGE = 0.25, 2**22
 NAMES = ("psmile", "published.psmile", "psgld", "scale_adapted_sghmc")
 
@@ -75,15 +75,15 @@ def test_counters(name, full, record):
     num_steps = 1_000_000 if full else 10_000
     before, after, seen = chains(name, num_steps)
     assert np.all(seen["finite"]) and np.all(seen["smallest"] >= 0)
-    # None is stuck, and none leaves the posterior: the energies of all are alike.
+    # No chain is stuck or leaves the posterior: all have similar energies.
     assert np.all(seen["accepted"].mean(axis=1) > 0.9)
-    # Down to the resolution, where `quantile_tuner` ends.
+    # Until the resolution, at which `quantile_tuner` stops.
     assert np.all(seen["step_size"] > 1e-7)
     energies = seen["energy"].mean(axis=1)
     assert np.ptp(energies) < 2, energies
     counts = np.asarray(after.num_gradients)
     assert counts.tolist() == [min(max(ARRIVED, x) + num_steps, MOST) for x in COUNTS]
-    # An average over n numbers goes 1 - exp(-steps / n) of the way to what is twice as large.
+    # An average over n numbers moves by a fraction 1 - exp(-steps / n) towards the doubled value.
     before, after = (optax.tree.get(x, "mean_turn_rate") for x in (before, after))
     for one, count in zip([] if after is None else after / before - 1, COUNTS, strict=False):
         long = min(SHARE * max(count, ARRIVED), LONGEST_AVERAGE)

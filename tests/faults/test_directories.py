@@ -1,7 +1,7 @@
-"""Directories that are damaged, of something else or of another run: right or refused.
+"""Directories that are damaged, foreign or of another run: read correctly or rejected.
 
-A damage may leave all that is read as it was, or make something unreadable by a sentence that names
-the file. Other values without a word are silent differences; any other traceback is raw.
+After a damage, either all values are read correctly, or an error names the file. Wrong values
+without an error count as silent; any other traceback counts as raw.
 """
 
 import collections
@@ -28,7 +28,7 @@ from optax_smile import report
 
 # Flipped bits of a whole campaign and of the short one; a fiftieth as often files are cut, ...
 WHOLE, SHORT = 5_000, 60
-# Of so many damages one is met by a run that goes on; otherwise what it begins with is read.
+# One in so many damages is tested by resuming the run; for others, only its start is read.
 RESUMED = 50
 
 
@@ -53,7 +53,7 @@ def copied(half, tmp_path) -> Path:
 
 
 def look(directory: Path, whole: Any, points: dict[int, Any]):
-    """Require that both draws, and where a run goes on from its newest checkpoint, are right."""
+    """Require that both draws, and the state after the newest checkpoint, are correct."""
     draws = optax_smile.load_snapshots(directory)
     chex.assert_trees_all_equal(draws.start, whole.start)
     for mine, other in ((draws.params, whole.params), (draws.trace, whole.trace)):
@@ -64,7 +64,7 @@ def look(directory: Path, whole: Any, points: dict[int, Any]):
 
 
 def verdict_on(check, hurt: list[Path]) -> str:
-    """Say whether what is read is the same, named as damaged, silently another, or raw.
+    """Classify a read: the same, named as damaged, silently wrong, or raw.
 
     An error is ours if its sentence names one of the files and tells what to do.
     """
@@ -83,7 +83,7 @@ def verdict_on(check, hurt: list[Path]) -> str:
 
 
 def test_damage_is_named_or_harmless(half, copied, tmp_path, whole, full, record):
-    """Without a checkpoint that is named, the run goes on from the one before."""
+    """If the named checkpoint is removed, the run resumes from the one before."""
     generator, flips = np.random.default_rng(0), WHOLE if full else SHORT
     cases = ["flip"] * flips + [way for way in runs.DAMAGES[1:] for _ in range(max(flips // 50, 3))]
     points, seen = {}, collections.Counter[str]()
@@ -212,12 +212,12 @@ OTHER_TRAININGS: list[tuple[dict[str, Any], str]] = [
     ],
 )
 def test_another_run_is_refused_and_the_same_is_found(function, others, same, finds, tmp_path):
-    """Whatever its functions, and the order of its batches."""
+    """Its functions and the order of its batches are not compared."""
     finished = function(tmp_path)
     before = content_of(tmp_path)
     for number, (arguments, what) in enumerate(others):
         name = next(iter(arguments))
-        # Also where it would go on.
+        # Also if the call would extend the run.
         longer = {"num_draws": 2 + number % 2} if function is own else {}
         refused(rf"`\w+\({name}=...\)` must be .*{what}", function, tmp_path, **arguments, **longer)
     assert content_of(tmp_path) == before

@@ -1,7 +1,7 @@
-"""Gradients, losses and batches that are broken for a while: what becomes of a chain.
+"""The effect on a chain of gradients, losses and batches that are temporarily broken.
 
-A case is data: what is written over which numbers, from which call on and for how long. All cases
-of a sampler are one compiled program, in which every poisoned chain has a sound neighbour.
+A case says which value replaces which numbers, from which call and for how long. All cases of a
+sampler are one compiled program, in which every poisoned chain has a healthy neighbour.
 """
 
 import collections
@@ -22,11 +22,11 @@ from optax_smile import published
 CALLS = 800
 PHASES = ((0, 1), (1, 10), (10, 150), (150, 350))
 LONGEST = 50
-# What is written, and what a gradient is multiplied by.
+# Values that are written, and factors of gradients.
 WRITTEN = [(x, False) for x in (np.nan, np.inf, -np.inf, 1e30, -1e30, 1e38, 1e-40, 0.0)]
 WRITTEN += [(1e6, True), (1e15, True)]
 PLACES = ("entry", "leaf", "gradient", "value", "batch")
-# What stands before the sampler in a chain.
+# Transformations before the sampler.
 CLIPS: tuple[Any, ...] = optax.identity(), optax.clip_by_global_norm(1.0), optax.clip(1.0)
 
 NUM_DATA, BATCH, NUM_WEIGHTS = 100, 20, 4
@@ -53,17 +53,17 @@ MAKE = {
     "mclmc": functools.partial(optax_smile.mclmc, 0.05, decoherence_length=0.5, key=0),
     **{x: functools.partial(getattr(published, y), 0.03) for x, y in PAPERS.items()},
 }
-# Without energies to judge a step by, they follow a finite gradient, however large, and return by
-# steps of their usual length. In the mass of an adaptive one it stays, so that the chain hardly
-# moves: psgld for log(V) / 0.01 gradients, scale_adapted_sghmc for good.
+# Without energies, these samplers follow any finite gradient, however large, and return by steps of
+# their usual length. In an adaptive mass the gradient remains, so the chain hardly moves: for
+# log(V) / 0.01 gradients with psgld, permanently with scale_adapted_sghmc.
 ADAPTIVE = ("psgld", "scale_adapted_sghmc")
 # The others are nightly.
 SAMPLE = ("psmile",)
-# Calls at the end that are compared, and the share of them that a chain at rest accepts.
+# Number of last calls that are compared, and the share that a converged chain accepts.
 LAST, MOST_ACCEPTED = 100, 0.9
 
 
-# What is broken in a run; with a length of zero nothing.
+# A fault in a run; none if its length is zero.
 FIELDS = "number multiplies gradient value batch start length clip"
 Fault: Any = collections.namedtuple("Fault", FIELDS)
 
@@ -135,16 +135,16 @@ def late(values):
     "name", [x if x in SAMPLE else pytest.param(x, marks=pytest.mark.nightly) for x in MAKE]
 )
 def test_injections(name, full, record):
-    """No parameter is lost, no neighbour disturbed, no number that is not finite uncounted.
+    """No parameter is lost, no neighbour changes, and every non-finite number is counted.
 
-    A single fault is forgotten 350 gradients later: energy and step size are those of the chains
-    without one, but where it is followed. After a burst, too, steps are accepted again.
+    350 gradients after a single fault, energy and step size equal those of chains without it,
+    unless the sampler follows it. Steps are accepted again even after a burst.
     """
     generator = np.random.default_rng(1)
     # Every place in turn.
     places = PLACES * (200 if full else 10)
     faults = [draw_fault(generator, place) for place in places]
-    # Of each pair of chains the first one is poisoned.
+    # The first chain of each pair is poisoned.
     pairs = [x for fault in faults for x in (fault, fault._replace(length=0))]
     broken: Any = jax.tree.map(lambda *x: np.stack(x), *pairs)
     given = broken._replace(length=np.zeros_like(broken.length)), broken
@@ -164,7 +164,7 @@ def test_injections(name, full, record):
         if not np.isfinite(fault.number) and not fault.clip:
             silent += poisoned["num_nonfinite"][case, -1] != fault.length
         told, bound = (case, fault, energies[case], ratios[case]), 1.1 * usual
-        # As its equation says, it follows a finite gradient, however large.
+        # By its equation, it follows any finite gradient, however large.
         if name in LANGEVIN and fault.multiplies and not fault.clip and not fault.value:
             highest = np.max(poisoned["energy"][case]) / 10
             bound = 1.1 * np.max(sound["energy"]) if name in ADAPTIVE else max(highest, bound)

@@ -1,4 +1,4 @@
-"""A run that is killed at any moment loses no draw and ends with the bits of one never killed.
+"""A run that is killed at any moment loses no draw, and ends with the same bits as without kills.
 
 Forms: `sample`, a loop over `Run`, `sample` on a mesh of two devices, and a start that is trained.
 Two processes of two devices give the draws of one of four, also where one of them dies. Started as
@@ -28,16 +28,16 @@ from jax.sharding import AxisType
 import optax_smile
 
 FORMS = ("sample", "loop", "mesh", "warm start")
-# Seconds at every step and epoch: 60 of them outlast a life of up to a second on any machine.
+# Seconds per step and epoch: 60 of them take longer than a life of up to a second.
 PAUSE, DRAWS_PER_LIFE = 0.02, 60
 CHAINS, DEVICES, EPOCHS, WARMUP = 4, 2, 100, 5
 # Kills of a whole campaign, and of its quick form.
 KILLS, FEW_KILLS = 25, 5
-# Seconds that a run may take to start; a machine that compiles the first time needs some.
+# Seconds that a run may take to start, including compilation.
 PATIENCE = 120
 
-# Where a run can be told to die: just before the n-th file operation of a kind, on paths with a
-# part, after its first draw. "/run" is the folder itself, opened to make a draw's new name last.
+# Places where a run can be killed: just before the n-th file operation of a kind, on paths that
+# contain a part, after its first draw. "/run" is the folder itself, opened to sync a new name.
 PLACES = {
     "before a draw is written": ("open", "/.draw-", 1),
     "before a draw has its name": ("os.rename", "/.draw-", 3),
@@ -46,7 +46,7 @@ PLACES = {
     "before a checkpoint has its name": ("os.rename", "/.checkpoint-", 2),
     "before an old checkpoint is removed": ("os.remove", "/checkpoint-", 3),
 }
-# What a pull request is tested with.
+# Places that are tested for each pull request.
 QUICK = ("before a draw has its name", "before a checkpoint has its name")
 # The same while the start is trained, after its first checkpoint is written.
 WARM_PLACES = {
@@ -68,7 +68,7 @@ class Life(NamedTuple):
     minutes: float = 60
     pause: float = 0
     place: str | None = None
-    # Of several processes their number, the place of this one, and where they meet.
+    # With several processes: their number, the index of this one, and their meeting point.
     number: int = 1
     process: int = 0
     address: str = ""
@@ -110,7 +110,7 @@ def run(life: Life, tell=lambda: None) -> Any:
             mesh=mesh,
             **both,
         )
-    # That of the slow set is real, and its gradients have control variates.
+    # The slow case uses a real sampler with control variates.
     start = params, batches, runs.sghmc() if life.form == "loop" else runs.stub(0.02)
     if life.form == "loop":
         both["control_variate"] = runs.regression()
@@ -171,7 +171,7 @@ def main(arguments: str):
 
 
 def begin(life: Life, output: Any = subprocess.PIPE) -> subprocess.Popen:
-    # What a killed process leaves of a compiled program is no other test's.
+    # Other tests must not use the compilation cache of a killed process.
     env = {"JAX_COMPILATION_CACHE_DIR": str(life.folder.with_name("compiled"))}
     env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
     env |= {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -217,7 +217,7 @@ NIGHTLY = (pytest.param(form, marks=pytest.mark.nightly) for form in FORMS)
 
 @pytest.mark.parametrize("form", [pytest.param("quick", marks=pytest.mark.slow), *NIGHTLY])
 def test_a_killed_run_loses_no_draw(tmp_path, form, full, record):
-    """In named places, then at any moment, every other time with many draws between checkpoints.
+    """Kills at named places, then at random times, every second with many draws per checkpoint.
 
     All places of a warm start, and the first moment, are in its training.
     """
@@ -239,7 +239,7 @@ def test_a_killed_run_loses_no_draw(tmp_path, form, full, record):
             assert process.stdout is not None
             assert process.stdout.readline() == "running\n"
             if kill % 2 and (form != "warm start" or kill > kills / 2):
-                # However slow the machine is: a life without a draw has nothing to lose.
+                # Require a draw even on slow machines, since otherwise nothing can be lost.
                 wait_for_draws(life, kept[-1] + 1)
             time.sleep(generator.uniform(0, 1))
             assert process.poll() is None, "the run was too short to be killed so often"
@@ -302,9 +302,9 @@ def test_processes_that_leave_a_loop_alone_are_told(life):
 @pytest.mark.nightly
 @pytest.mark.parametrize("form", ["mesh2", "mesh4", "leave together"])
 def test_two_processes_give_the_draws_of_one(life, form):
-    """If four devices share a batch, one holds all chains, and sums are rounded otherwise."""
+    """If four devices share a batch, one process holds all chains, and sums round differently."""
     life = life._replace(form=form, num_draws=20)
-    # Of one process of four devices.
+    # Draws of one process with four devices.
     expected = run(life._replace(directory=None))
     assert run_pair(life) == [0, 0], logs_of(life)
     if form == "mesh4":
@@ -317,7 +317,7 @@ def test_two_processes_give_the_draws_of_one(life, form):
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", ["signal", 0, 1])
 def test_one_of_two_processes_is_ended(life, way):
-    """By a signal, which ends both in order, or killed, which ends the other and loses no draw."""
+    """A signal ends both cleanly; a kill of one ends the other, and no draw is lost."""
     expected, slow = run(life._replace(directory=None)), life._replace(minutes=0, pause=PAUSE)
     with pair(slow) as processes:
         wait_for_draws(life, 5 * 4, processes)

@@ -1,7 +1,7 @@
-"""Runs in a directory that are stopped in every way and resumed, against one left in peace.
+"""Runs in a directory that are stopped in every way and resumed, compared with an undisturbed run.
 
-A state machine decides what happens next to a run: `pytest tests/faults/test_runs.py --full` for
-longer. What follows it needs a test of its own: messages, costs, and a full disk.
+A state machine chooses the next event: `pytest tests/faults/test_runs.py --full` for longer.
+Messages, costs and a full disk have their own tests below.
 """
 
 import contextlib
@@ -39,9 +39,9 @@ from runs import CHAINS, THIN, WARMUP, assert_same_bits, checkpoints_in, refused
 
 import optax_smile
 
-# Also slow tests compare bits with those of fixtures.
+# Slow tests, too, compare bits with results of fixtures.
 OPTIMIZED = False
-# Draws of the run in peace, at steps 5, 8, 11, 14 and 17.
+# Draws of the undisturbed run, at steps 5, 8, 11, 14 and 17.
 MOST = 5
 STEPS = WARMUP + MOST * THIN
 HANDLERS = [getsignal(number) for number in (SIGINT, SIGTERM)]
@@ -193,7 +193,7 @@ class Disturbed(RuleBasedStateMachine):
         self.trap: Any = None
 
     def see(self, _):
-        """Note that a batch is read, and spring the trap."""
+        """Record that a batch is read, and trigger the planned event."""
         self.num_read += 1
         if self.trap and self.num_read >= self.trap[0]:
             happens, self.trap = self.trap[1], None
@@ -216,7 +216,7 @@ class Disturbed(RuleBasedStateMachine):
         return runs.run(directory, num_draws=num_draws, **given_of(self.kind, **others))
 
     def loop(self, number: int):
-        """Check draws in a loop, and spoil what it hands out."""
+        """Check draws in a loop, and overwrite the yielded copies."""
         self.run.advance(WARMUP)
         for draw in self.run.draws(min(self.run.num_draws + number, MOST), thin=THIN):
             row, stats = self.run.num_draws - 1, self.run.stats
@@ -231,7 +231,7 @@ class Disturbed(RuleBasedStateMachine):
             yield
 
     def leave(self, num_draws: int):
-        """Require what is stored, so many draws or more, once no run is open."""
+        """Require the stored draws, at least so many, once no run is open."""
         self.run, self.kept = None, self.newest()
         if (self.directory / "manifest.json").exists():
             stored = optax_smile.load_snapshots(self.directory)
@@ -240,7 +240,7 @@ class Disturbed(RuleBasedStateMachine):
                 assert_same_bits(stored, first(stored.num_draws, self.whole))
 
     def resume(self, minutes: int):
-        """Unless a run is open. A second one is refused meanwhile."""
+        """Resume unless a run is open; a second run is rejected meanwhile."""
         if self.run:
             return
         self.minutes, self.run = minutes, self.begin(checkpoint_minutes=minutes)
@@ -252,7 +252,7 @@ class Disturbed(RuleBasedStateMachine):
 
     @rule(number=st.integers(1, 2), minutes=MINUTES)
     def advance(self, number, minutes):
-        """Up to the first draw, or to the step before the next one."""
+        """Advance to the first draw, or to the step before the next one."""
         self.resume(minutes)
         now = self.run.num_steps
         end = WARMUP if self.run.num_warmup is None else now + (WARMUP - 1 - now) % THIN
@@ -313,7 +313,7 @@ class Disturbed(RuleBasedStateMachine):
     @is_closed
     @rule(num_draws=st.integers(1, MOST), is_elsewhere=st.booleans())
     def finish(self, num_draws=MOST, is_elsewhere=False):
-        """Another start than that of the run is ignored, and a finished run goes no further."""
+        """Another start is ignored, and a finished run takes no further steps."""
         is_elsewhere, end = is_elsewhere and self.kept > 0, WARMUP + num_draws * THIN
         params = KINDS[self.kind].get("params", runs.start())
         params = jax.tree.map(lambda x: x + is_elsewhere, params)
@@ -332,7 +332,7 @@ class Disturbed(RuleBasedStateMachine):
     @precondition(lambda self: self.kind == "a generator" and self.kept < STEPS - 1)
     @rule(left=st.sampled_from([-1, *range(2, 12)]))
     def run_out_of_batches(self, left):
-        """Those after the last whole step are read again, if the next run has them."""
+        """Batches after the last whole step are read again, if the next run provides them."""
         taken, per_step = self.kept * GRADIENTS[self.kind], GRADIENTS[self.kind]
         count = min(max(taken + left, 0), STEPS * per_step - 1)
         go = functools.partial(self.sample, self.directory, count=count)
@@ -350,7 +350,7 @@ class Disturbed(RuleBasedStateMachine):
         assert [getsignal(number) for number in (SIGINT, SIGTERM)] == HANDLERS
 
     def teardown(self):
-        """Also without `close` a directory is free once nobody has its run."""
+        """Even without `close`, a directory is released once its run is deleted."""
         self.run = None
         self.kept = self.newest()
         self.finish()
@@ -365,7 +365,7 @@ def test_whatever_happens_the_draws_are_those_of_a_run_in_peace(kind, number, fu
         max_examples=5 * number if full else number,
         stateful_step_count=20 if full else 8,
         derandomize=not full,
-        # Without that of making a failing run short, which takes many minutes.
+        # Without the shrinking phase, which takes many minutes.
         phases=[hypothesis.Phase.generate],
         suppress_health_check=[*hypothesis.HealthCheck],  # pyright: ignore
         deadline=None,
@@ -449,7 +449,7 @@ def test_a_draw_is_computed_once(tmp_path):
 
 
 def test_signals_end_sample_in_order_and_a_second_control_c_at_once(tmp_path):
-    """With one warning, at the line that calls it, and which benchmarks do not record."""
+    """There is one warning, at the caller's line, and benchmarks do not record it."""
     in_first_draw = functools.partial(runs.at, WARMUP + THIN)
     for number in (SIGTERM, SIGINT):
         with pytest.warns(UserWarning) as seen:
@@ -483,7 +483,7 @@ def test_wrong_use_is_told(tmp_path):
     refused(message, run.advance, second_draw)
     thin = r"`Run.draws\(thin=...\)` must be 3, as for .*, got "
     refused(thin + "4", run.draws, runs.DRAWS, thin=4)
-    # Another loop goes on where this one is.
+    # A second loop continues at the step of the first.
     second = run.draws(runs.DRAWS, thin=THIN)
     next(second)
     run.close()
@@ -495,7 +495,7 @@ def test_wrong_use_is_told(tmp_path):
     refused(message, lambda: runs.begin(batches=iter(runs.regression()[:3])).advance(4))
     refused(message, lambda: next(runs.begin(batches=iter(runs.regression()[:3])).draws(2, thin=4)))
     runs.warned("^`Run`: `sampler` is an optimizer", runs.begin, sampler=optax.sgd(0.1))
-    # Arguments are judged before anything is written.
+    # Arguments are checked before anything is written.
     message, aux = r"`sample\(aux=...\)` must be .* axis of 3 chains, got", jnp.zeros((2, 2))
     refused(message, runs.run, tmp_path / "aux", loss=runs.crash, aux=aux)
     assert not (tmp_path / "aux").exists()
@@ -587,6 +587,6 @@ def test_memory_does_not_grow_with_the_draws(tmp_path):
     # Two draws wait for the disk.
     assert max(later) - early <= 3 * size
     assert host[700] - host[200] < 10e6
-    # What waits for the disk, or for another process, comes and goes. What is made once, such as by
-    # a garbage collection of other tests, is not made in all of the quarters.
+    # Objects that wait for the disk or another process are temporary. Objects that are made once,
+    # such as by a garbage collection, do not appear in all quarters.
     assert min(np.diff([min(x) for x in blocks])) < 250

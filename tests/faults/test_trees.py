@@ -1,4 +1,4 @@
-"""Trees of all kinds through samplers: kept as they are, or refused."""
+"""Samplers preserve trees of all kinds, or reject them."""
 
 import dataclasses
 import re
@@ -58,7 +58,7 @@ def kinds(tree):
 
 @pytest.mark.parametrize("name", ["psgld", pytest.param("psmile", marks=pytest.mark.nightly)])
 def test_a_sampler_keeps_a_tree_or_refuses_it(name, full):
-    """And a direction stays one; the same examples in each sample."""
+    """A direction keeps the norm one; each short run has the same examples."""
     number, checks = FULL if full else SAMPLE, [*HealthCheck]  # pyright: ignore
     quiet: Any = {"deadline": None, "database": None, "suppress_health_check": checks}
     tx: Any = make(name)
