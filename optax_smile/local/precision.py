@@ -29,7 +29,7 @@ FLOATING: Options = {"traced": False, "finite": True, "floating": True}
     params=_check.Tree("a tree of floating-point arrays", **FLOATING),
     temperature=_check.Real(0, open="low", traced=False),
 )
-def norm_precision(params: optax.Params, temperature: float = 1.0) -> float:
+def norm_precision(params: optax.Params, temperature: float | jax.Array = 1.0) -> float:
     """Compute the precision of a prior whose draws have the norm of trained weights.
 
     A cold network trained with few passes has many directions about which the data say little.
@@ -56,7 +56,7 @@ def norm_precision(params: optax.Params, temperature: float = 1.0) -> float:
     square = sum(float(np.sum(x**2)) for x in leaves)
     if not square:
         _check.fail("params", "weights that are not all zero", "zeros")
-    return temperature * sum(x.size for x in leaves) / square
+    return float(temperature) * sum(x.size for x in leaves) / square
 
 
 @_check.arguments(
