@@ -54,8 +54,8 @@ def norm_precision(params: optax.Params, temperature: float | jax.Array = 1.0) -
     """
     leaves = [np.asarray(x, float) for x in jax.tree.leaves(params)]
     square = sum(float(np.sum(x**2)) for x in leaves)
-    if not square:
-        _check.fail("params", "weights that are not all zero", "zeros")
+    if not 0 < square < np.inf:
+        _check.fail("params", "finite weights that are not all zero", f"a squared norm of {square}")
     return float(temperature) * sum(x.size for x in leaves) / square
 
 

@@ -65,6 +65,7 @@ LAWFUL_OF = {
     "scale_by_gradient_noise.init.params": "odd other tracer",
     "parallel.init.params Snapshots.params": "odd other",
     "cold_temperature.params": "odd other nans masked state tracer",
+    "local.norm_precision.params": "odd",
     "Snapshots.from_members.params": "odd other nans",
     # Anything with a leading axis; the caller is responsible for its contents.
     "parallel.place.tree parallel.step.carry": "odd other nans keys",
