@@ -25,7 +25,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -306,18 +306,11 @@ def over(picked: pd.DataFrame, rival: str, score: str = "lppd") -> pd.Series:
     return groups[[score, f"{score} rival", "parts", "parts rival"]].apply(gap)
 
 
-@table("networks", query=f"form.str.startswith('small') and valid_lppd.notna() and {BY_ADAMW}")
-def matrices(runs):
-    """AdamW, Muon, and samplers that move matrices as matrices."""
-    keys = ["task", "form", "method"]
-    picked = best(runs, *keys, setting="options", score="valid_lppd")
-    picked = ordered(picked, task=NAMES, method=MATRICES)
-    groups = picked.groupby(keys, sort=False)
-    options = groups["options"].first().map(listed)
-    rows = {
+def beside(picked: pd.DataFrame, groups: Any, rivals: Mapping[str, str]) -> dict[str, pd.Series]:
+    """Scores of networks, and their LPPD over those of some methods, by the title of a column."""
+    return {
         "LPPD": groups["lppd"].agg(mean_error, digits=4),
-        "over AdamW": over(picked, "checkpoints"),
-        "over Muon": over(picked, "muon"),
+        **{title: over(picked, rival) for title, rival in rivals.items()},
         "accuracy": groups["accuracy"].agg(mean_error, digits=4),
         "ECE after a temperature": groups["calibrated_ece"].agg(mean_error, digits=4),
         "over Muon ": over(picked, "muon", "calibrated_ece"),
@@ -326,6 +319,17 @@ def matrices(runs):
         "one chain": groups["single.lppd"].agg(mean, digits=4),
         "seeds": groups.size(),
     }
+
+
+@table("networks", query=f"form.str.startswith('small') and valid_lppd.notna() and {BY_ADAMW}")
+def matrices(runs):
+    """AdamW, Muon, and samplers that move matrices as matrices."""
+    keys = ["task", "form", "method"]
+    picked = best(runs, *keys, setting="options", score="valid_lppd")
+    picked = ordered(picked, task=NAMES, method=MATRICES)
+    groups = picked.groupby(keys, sort=False)
+    options = groups["options"].first().map(listed)
+    rows = beside(picked, groups, {"over AdamW": "checkpoints", "over Muon": "muon"})
     table = pd.DataFrame(rows).reindex(options.index).reset_index()
     method = table.pop("method").replace(TRAINED_ON) + [x and f", {x}" for x in options]
     table.insert(0, "network", named(table))
@@ -342,29 +346,16 @@ def muon_starts(runs):
     picked = ordered(picked.sort_values("form", kind="stable"), task=NAMES)
     settings = picked["options"].map(listed)
     own = ~picked["method"].isin([*TRAINED_ON, ENSEMBLE])
-    picked["method"] = picked["method"].astype(str) + (", " + settings).where(
-        own & (settings != ""), ""
-    )
+    picked["method"] += (", " + settings).where(own & (settings != ""), "")
     groups = picked.groupby(keys, sort=False)
-    rows = {
-        "LPPD": groups["lppd"].agg(mean_error, digits=4),
-        "over Muon": over(picked, "muon"),
-        "accuracy": groups["accuracy"].agg(mean_error, digits=4),
-        "ECE after a temperature": groups["calibrated_ece"].agg(mean_error, digits=4),
-        "AUROC foreign": groups["ood_auroc"].agg(mean_error, digits=4),
-        "one chain": groups["single.lppd"].agg(mean, digits=4),
-        "seeds": groups.size(),
-    }
+    rows = beside(picked, groups, {"over Muon": "muon"})
     table = pd.DataFrame(rows).reindex(groups.size().index).reset_index()
     kept = [
         [x for x in parts if x.split("=")[0] in ("width", "num_train") and x != "width=1.0"]
         for parts in table["form"].str.split().str[1:]
     ]
-    table.insert(
-        0,
-        "network",
-        [", ".join([NAMES[x], *more]) for x, more in zip(table["task"], kept, strict=True)],
-    )
+    names = [", ".join([NAMES[x], *more]) for x, more in zip(table["task"], kept, strict=True)]
+    table.insert(0, "network", names)
     table["method"] = table["method"].replace(TRAINED_ON)
     return table.drop(columns=["task", "form"]), picked
 

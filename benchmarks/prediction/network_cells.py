@@ -70,9 +70,8 @@ RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 MATRICES: Methods = [("muon", {"learning_rate": rate}) for rate in RATES]
 MATRICES += [("spectral", {"excess": excess}) for excess in (0.04, 0.08, 0.16, 0.32, 0.64)]
 # At `cold_temperature`, and at twice this temperature, with the prior of `norm_precision`.
-RULE: Methods = [("spectral", {"temperature": "auto", "prior_precision": "norm"})]
-MATRICES += [*RULE, ("spectral", {"excess": 0.16, "prior_precision": "norm"})]
-MATRICES += [("spectral", {"temperature": "auto", "prior_precision": x}) for x in (1, 10)]
+MATRICES += [("spectral", {"temperature": "auto", "prior_precision": x}) for x in ("norm", 1, 10)]
+MATRICES += [("spectral", {"excess": 0.16, "prior_precision": "norm"})]
 MATRICES += [("psmile", {"temperature": "auto", "angle": 0.3, "prior_precision": "norm"})]
 PAPERS = tuple(f"{name} published" for name in ("smile_naive", "psmile_naive", "smile", "psmile"))
 CYCLES = [
